@@ -1,0 +1,83 @@
+"""The whole run configuration: composes the settings of the three packages. Checked at birth, immutable after."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from storage.config import CheckpointConfig
+from workers.config import DataConfig, EvalConfig, ModelConfig, OptimConfig
+
+__all__ = ["FailureConfig", "RunConfig", "RunSettings", "WorldConfig"]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSettings(_Settings):
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    url: str = Field(min_length=1, description="directory or URL that holds everything of the run")
+    steps: int = Field(ge=1)
+    resume: str = Field("auto", description="auto, none, a step number, or the URL of another run")
+    allow_partial: bool = Field(False, description="load what fits when model and Checkpoint differ")
+
+
+class WorldConfig(_Settings):
+    min_workers: int = Field(1, ge=1)
+    max_workers: int = Field(1, ge=1)
+    workers_per_node: int | None = Field(None, ge=1, description="cap per node; null: as many as resources allow")
+    resources_per_worker: dict[str, float] = Field({"CPU": 1.0})
+    start_grace_s: float = Field(10.0, ge=0, description="wait for max_workers at the start once min_workers are there")
+    max_wait_s: float = Field(1800.0, gt=0, description="longest wait below min_workers")
+    threads_per_worker: int | None = Field(1, ge=1, description="OMP_NUM_THREADS of a CPU worker")
+    accept_joins: bool = Field(True, description="take new nodes in while the run goes on")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_workers > self.max_workers:
+            raise ValueError(f"world.min_workers {self.min_workers} exceeds world.max_workers {self.max_workers}")
+        return self
+
+
+class FailureConfig(_Settings):
+    """Separate budgets: a reclaimed machine never uses up the budget of a bug. -1: no limit."""
+
+    max_user_errors: int = Field(0, ge=-1, description="retries after an error of the training code")
+    max_infrastructure: int = Field(-1, ge=-1, description="retries after lost nodes, workers or hangs")
+    max_preemptions: int = Field(-1, ge=-1)
+    group_timeout_s: float = Field(120.0, gt=0, description="collective time-out for vanished peers")
+    settle_s: float = Field(2.0, gt=0, description="how long all members are asked after the first error")
+    poll_s: float = Field(0.25, gt=0)
+    starting_s: float = Field(300.0, gt=0, description="limit: start of a worker process and its imports")
+    forming_s: float = Field(60.0, gt=0)
+    loading_s: float = Field(600.0, gt=0)
+    compiling_s: float = Field(600.0, gt=0, description="limit: first step of an Attempt")
+    training_s: float = Field(60.0, gt=0, description="limit: one step")
+    evaluating_s: float = Field(600.0, gt=0)
+    checkpointing_s: float = Field(600.0, gt=0)
+    leaving_s: float = Field(120.0, gt=0)
+    silent_s: float = Field(15.0, gt=0, description="limit: no answer to a heartbeat call at all")
+
+
+class RunConfig(_Settings):
+    """One run, from its YAML file and dotted overrides."""
+
+    run: RunSettings
+    seed: int = Field(0, ge=0, lt=1 << 63)
+    reproducible: bool = Field(False, description="the same bits at any world size; not available yet")
+    world: WorldConfig = WorldConfig()
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    failure: FailureConfig = FailureConfig()
+    log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+
+    @model_validator(mode="after")
+    def _available(self) -> Self:
+        if self.reproducible:
+            raise ValueError("reproducible: true is not available yet; leave it false")
+        return self

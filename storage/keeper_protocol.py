@@ -1,0 +1,113 @@
+"""The values that workers, drivers and Keepers exchange. No ray, no torch.
+
+Call order of one save, per rank: 1) worker: `lease_buffer`; 2) worker: one copy into the leased file under /dev/shm;
+3) worker: `seal`; 4) Keeper: encode, upload, Receipt to the coordinator until acknowledged; 5) Keeper: buffer free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from storage.keys import Attempt
+from storage.manifest import Receipt
+
+__all__ = [
+    "KEEPER_PROTOCOL_VERSION",
+    "BufferLease",
+    "KeeperGreeting",
+    "KeeperPort",
+    "KeeperStatus",
+    "LeaseRequest",
+    "ReceiptSink",
+    "SealedSnapshot",
+]
+
+KEEPER_PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest:
+    """A worker process asks for a buffer of ``num_bytes`` (header included) for its Snapshot of ``step``."""
+
+    run_id: str
+    attempt: Attempt
+    step: int
+    rank: int
+    pid: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferLease:
+    """A whole shared-memory file, the worker's alone until sealed. Only its first ``num_bytes`` are used."""
+
+    lease_id: str
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedSnapshot:
+    """The worker's word that the buffer is whole. ``header_digest`` is xxh3_64 of the binary header (storage.arena)."""
+
+    lease_id: str
+    run_id: str
+    attempt: Attempt
+    step: int
+    rank: int
+    world_size: int
+    num_bytes: int
+    header_digest: str
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperGreeting:
+    """What a Keeper says of itself to a new driver."""
+
+    protocol_version: int
+    build_digest: str
+    run_id: str
+    node_id: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperStatus:
+    """Counts for people and tests: snapshots in flight and staged, Receipts not acknowledged yet, last failure."""
+
+    in_flight: int
+    staged: int
+    unacknowledged: int
+    arena_bytes: int
+    last_error: str | None
+
+
+class ReceiptSink(Protocol):
+    """Where a Keeper delivers Receipts: the coordinator, or a test."""
+
+    def deliver(self, receipt: Receipt) -> bool:
+        """True when the coordinator took the Receipt (or has it already, or refuses its old Attempt for good)."""
+        ...
+
+    def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
+        """The Snapshot of ``rank`` will never be durable: the step must be given up."""
+        ...
+
+
+class KeeperPort(Protocol):
+    """What a worker may ask of the Keeper of its node."""
+
+    def lease_buffer(self, request: LeaseRequest) -> BufferLease | None:
+        """A buffer, or None while one Snapshot of this rank is in flight and one staged: try again, or skip the save."""
+        ...
+
+    def seal(self, snapshot: SealedSnapshot) -> None:
+        """Hand the whole buffer over. Refused (StorageError) when the Attempt is older than one seen since."""
+        ...
+
+    def release(self, lease_ids: Sequence[str]) -> None:
+        """Give buffers back unsealed."""
+        ...

@@ -1,0 +1,135 @@
+"""Identities and the object names made from them: the only place where a stored name is built or taken apart.
+
+Every name is relative to the Run's root URL. Nothing here reads or writes a store.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+__all__ = [
+    "COMMITS",
+    "EVENTS",
+    "JOURNAL",
+    "LEASES",
+    "MANIFESTS",
+    "QUARANTINE",
+    "RUN",
+    "SHARDS",
+    "SUMMARY",
+    "Attempt",
+    "StepKey",
+    "commit_key",
+    "journal_key",
+    "lease_key",
+    "manifest_key",
+    "new_nonce",
+    "parse_step_key",
+    "quarantine_key",
+    "shard_key",
+    "shard_prefix",
+]
+
+COMMITS = "commits/"
+MANIFESTS = "manifests/"
+SHARDS = "shards/"
+QUARANTINE = "quarantine/"
+JOURNAL = "journal/"
+LEASES = "lease/"
+EVENTS = "events.jsonl"
+SUMMARY = "summary.json"
+RUN = "run.json"
+
+_STEP_KEY = re.compile(r"step-(?P<step>\d{10})\.a(?P<number>\d{6})-(?P<nonce>[0-9a-f]{8})\.json\Z")
+_NONCE = re.compile(r"[0-9a-f]{8}\Z")
+
+
+def new_nonce() -> str:
+    """A fresh owner nonce: 8 hexadecimal digits from the operating system's random source."""
+    return secrets.token_hex(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Attempt:
+    """One life of one worker group: a rising number plus its owner's nonce. The number is the fencing token."""
+
+    number: int
+    nonce: str
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise ValueError(f"attempt number {self.number} is negative")
+        if _NONCE.match(self.nonce) is None:
+            raise ValueError(f"attempt nonce {self.nonce!r} is not 8 hexadecimal digits")
+
+    @property
+    def label(self) -> str:
+        """The Attempt as it stands in object names, e.g. ``a000003-9f2c11d0``."""
+        return f"a{self.number:06d}-{self.nonce}"
+
+    @staticmethod
+    def parse(label: str) -> Attempt:
+        """The inverse of :attr:`label`; raises ValueError on anything else."""
+        number, _, nonce = label.removeprefix("a").partition("-")
+        if not label.startswith("a") or not number.isdigit():
+            raise ValueError(f"{label!r} is not an attempt label")
+        return Attempt(number=int(number), nonce=nonce)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class StepKey:
+    """One Checkpoint's identity: its step and the Attempt that wrote it. Sorts by step, numerically."""
+
+    step: int
+    attempt: Attempt
+
+    @property
+    def stem(self) -> str:
+        """The identity as a file stem, e.g. ``step-0000000040.a000003-9f2c11d0``."""
+        return f"step-{self.step:010d}.{self.attempt.label}"
+
+
+def commit_key(key: StepKey) -> str:
+    """Name of the Commit record of ``key``."""
+    return f"{COMMITS}{key.stem}.json"
+
+
+def manifest_key(key: StepKey) -> str:
+    """Name of the Manifest of ``key``."""
+    return f"{MANIFESTS}{key.stem}.json"
+
+
+def quarantine_key(key: StepKey) -> str:
+    """Name of the record that takes ``key`` out of use."""
+    return f"{QUARANTINE}{key.stem}.json"
+
+
+def shard_prefix(key: StepKey) -> str:
+    """Folder that holds every Shard object of ``key`` and nothing else."""
+    return f"{SHARDS}step-{key.step:010d}/{key.attempt.label}/"
+
+
+def shard_key(key: StepKey, rank: int) -> str:
+    """Name of the Shard object that ``rank`` writes for ``key``."""
+    return f"{shard_prefix(key)}rank-{rank:05d}.shard"
+
+
+def journal_key(sequence: int, nonce: str) -> str:
+    """Name of one Journal entry; ``nonce`` is its driver's, so two drivers never write one name."""
+    return f"{JOURNAL}{sequence:08d}.{nonce}.json"
+
+
+def lease_key(nonce: str) -> str:
+    """Name of the Lease record of the driver with ``nonce``."""
+    return f"{LEASES}{nonce}.json"
+
+
+def parse_step_key(name: str) -> StepKey | None:
+    """Identity in a Commit, Manifest or quarantine name (any folder), or None when the name is not ours."""
+    match = _STEP_KEY.search(name.rpartition("/")[2])
+    if match is None:
+        return None
+    attempt = Attempt(number=int(match["number"]), nonce=match["nonce"])
+    return StepKey(step=int(match["step"]), attempt=attempt)

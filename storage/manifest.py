@@ -1,0 +1,237 @@
+"""The stored records: what a Shard, a Manifest and a Commit say, as strict, bounded models.
+
+Pure data: no store is read or written here. Every count and size is bounded before anything is allocated from it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from storage.keys import Attempt, StepKey
+
+__all__ = [
+    "MANIFEST_VERSION",
+    "SHARD_VERSION",
+    "AttemptRecord",
+    "ChunkIndex",
+    "ChunkPlace",
+    "Commit",
+    "Frame",
+    "LedgerRange",
+    "Level",
+    "Manifest",
+    "ProbeRecord",
+    "QuarantineRecord",
+    "Receipt",
+    "ShardIndex",
+    "ShardRecord",
+    "TensorLayout",
+    "Tier",
+]
+
+MANIFEST_VERSION = 1
+SHARD_VERSION = 1
+
+Level = Literal["L1", "L2", "L3", "L4", "L5"]
+Tier = Literal["own-memory", "peer-memory", "local-disk", "object-storage"]
+
+Size = Annotated[int, Field(ge=0, lt=1 << 62)]
+Shape = Annotated[tuple[Size, ...], Field(max_length=16)]
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+Key = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^(?!/)(?!.*\.\./)[A-Za-z0-9._/-]+$")]
+Digest64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Digest128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AttemptRecord(_Record):
+    """An Attempt as stored: number and owner nonce."""
+
+    number: Size
+    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+
+    def value(self) -> Attempt:
+        return Attempt(number=self.number, nonce=self.nonce)
+
+    @staticmethod
+    def of(attempt: Attempt) -> AttemptRecord:
+        return AttemptRecord(number=attempt.number, nonce=attempt.nonce)
+
+
+class Frame(_Record):
+    """One independently encoded run of rows of a chunk: ``rows[0] <= row < rows[1]`` along dimension 0.
+
+    A 0-dim chunk has the one row (0, 1). ``offset`` and ``stored_bytes`` locate the encoded bytes in the Shard object;
+    ``digest`` is xxh3_64 of those stored bytes; ``raw_bytes`` is the exact size after decoding.
+    """
+
+    rows: tuple[Size, Size]
+    offset: Size
+    stored_bytes: Size
+    raw_bytes: Size
+    digest: Digest64
+
+
+class ChunkIndex(_Record):
+    """One contiguous block of one tensor inside a Shard object, with its frames in row order.
+
+    ``bound`` is the verified relative L2 error bound of a lossy encoding; None means lossless.
+    """
+
+    name: Name
+    dtype: Name
+    offsets: Shape
+    sizes: Shape
+    level: Level
+    encoding: Literal["raw", "zstd", "shuffle-zstd"]
+    bound: float | None = None
+    raw_digest: Digest64
+    frames: Annotated[tuple[Frame, ...], Field(max_length=1 << 20)]
+
+
+class ShardIndex(_Record):
+    """The footer of a Shard object: every chunk and frame in it. Its own digest stands in the Manifest."""
+
+    version: Literal[1] = SHARD_VERSION
+    step: Size
+    attempt: AttemptRecord
+    rank: Size
+    chunks: Annotated[tuple[ChunkIndex, ...], Field(max_length=1 << 20)]
+
+
+class ShardRecord(_Record):
+    """Where one rank's Shard object lies and how to check it.
+
+    ``digest`` is xxh3_128 of the whole object, ``index_digest`` xxh3_128 of the ``index_bytes`` long footer JSON,
+    which ends 24 bytes before the end of the object (see storage.frames).
+    """
+
+    rank: Size
+    key: Key
+    size: Size
+    digest: Digest128
+    index_bytes: Size
+    index_digest: Digest128
+
+
+class ChunkPlace(_Record):
+    """One chunk of a tensor in the layout: which rank's Shard holds it."""
+
+    rank: Size
+    offsets: Shape
+    sizes: Shape
+
+
+class TensorLayout(_Record):
+    """The full tensor ``name`` and the chunks that cover it exactly once."""
+
+    dtype: Name
+    shape: Shape
+    level: Level
+    chunks: tuple[ChunkPlace, ...]
+
+
+class LedgerRange(_Record):
+    """Samples consumed so far: global positions ``[0, position)`` of the stream and the chained digest of their ids."""
+
+    position: Size
+    sample_chain: Digest128
+
+
+class ProbeRecord(_Record):
+    """Reserved for the proof of resume: a probe batch's stream position and its loss at save time."""
+
+    position: Size
+    loss: float
+
+
+class Receipt(_Record):
+    """Proof that one rank's Shard of one step is durable in one Tier, with all the Manifest needs to know of it.
+
+    ``tensors`` lists this rank's chunks (``rank`` of each equals ``shard.rank``); ``shared_state`` is the replicated
+    plain state and set by rank 0 alone; ``rank_state`` is this rank's own plain state.
+    """
+
+    run_id: Name
+    step: Size
+    attempt: AttemptRecord
+    world_size: Annotated[int, Field(ge=1, le=1_000_000)]
+    tier: Tier = "object-storage"
+    shard: ShardRecord
+    tensors: dict[Name, TensorLayout]
+    shared_state: dict[str, JsonValue] | None = None
+    rank_state: dict[str, JsonValue] = Field(default_factory=dict)
+    stall_s: float = 0.0
+    encode_s: float = 0.0
+    upload_s: float = 0.0
+
+    @property
+    def step_key(self) -> StepKey:
+        return StepKey(step=self.step, attempt=self.attempt.value())
+
+
+class Manifest(_Record):
+    """All Receipts of one step merged: everything needed to read it. Real only when a Commit names it."""
+
+    version: Literal[1] = MANIFEST_VERSION
+    run_id: Name
+    step: Size
+    attempt: AttemptRecord
+    world_size: Annotated[int, Field(ge=1, le=1_000_000)]
+    time_utc: str
+    shards: tuple[ShardRecord, ...]
+    tensors: dict[Name, TensorLayout]
+    shared_state: dict[str, JsonValue]
+    rank_states: tuple[dict[str, JsonValue], ...]
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    ledger: LedgerRange | None = None
+    probe: ProbeRecord | None = None
+
+    @property
+    def step_key(self) -> StepKey:
+        return StepKey(step=self.step, attempt=self.attempt.value())
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(shard.size for shard in self.shards)
+
+
+class Commit(_Record):
+    """The single record that makes a Manifest real.
+
+    ``base_step`` is the step its Attempt resumed from (0: from scratch). A Commit of an older Attempt at a step above
+    a newer Attempt's base_step is no longer part of the Run's history.
+    """
+
+    version: Literal[1] = 1
+    run_id: Name
+    step: Size
+    attempt: AttemptRecord
+    base_step: Size
+    time_utc: str
+    manifest_key: Key
+    manifest_bytes: Size
+    manifest_digest: Digest128
+    stored_bytes: Size
+    loss: float | None = None
+    metric: float | None = None
+
+    @property
+    def step_key(self) -> StepKey:
+        return StepKey(step=self.step, attempt=self.attempt.value())
+
+
+class QuarantineRecord(_Record):
+    """Why a Checkpoint must not be read again: the failing object's key and what was wrong with it."""
+
+    version: Literal[1] = 1
+    step: Size
+    attempt: AttemptRecord
+    time_utc: str
+    key: str
+    reason: str

@@ -1,0 +1,54 @@
+"""The small interface through which every stored byte passes, and `open_store`, which picks an implementation by URL.
+
+Keys are relative to the store's root URL and never start with a slash. Listings are never cached. Every call has its
+own deadline: some servers let a put hang for ever, whatever the client's read time-out says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["ObjectEntry", "ObjectStore"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectEntry:
+    """One listed object: key relative to the root, size in bytes."""
+
+    key: str
+    size: int
+
+
+class ObjectStore(Protocol):
+    """What Raysume asks of a place that keeps bytes. Each method raises StoreUnavailable when the deadline passes."""
+
+    @property
+    def url(self) -> str:
+        """The root URL, without credentials."""
+        ...
+
+    def put(self, key: str, data: bytes | memoryview, *, deadline_s: float = 60.0) -> None:
+        """Write the whole object or nothing; replaces an older one; durable when it returns."""
+        ...
+
+    def create(self, key: str, data: bytes, *, deadline_s: float = 60.0) -> None:
+        """Like put, but raises ObjectExists where the store honours create-only writes. One more guard, no more."""
+        ...
+
+    def get(self, key: str, *, deadline_s: float = 60.0) -> bytes:
+        """The whole object. Raises ObjectMissing."""
+        ...
+
+    def get_range(self, key: str, offset: int, length: int, *, deadline_s: float = 60.0) -> bytes:
+        """Exactly ``length`` bytes from ``offset``. Raises ObjectMissing, or StoreUnavailable on a short read."""
+        ...
+
+    def list(self, prefix: str, *, deadline_s: float = 60.0) -> list[ObjectEntry]:
+        """Every object whose key starts with ``prefix`` (a folder ending in a slash), sorted by key. Empty is no error."""
+        ...
+
+    def delete(self, keys: Sequence[str], *, deadline_s: float = 60.0) -> None:
+        """Remove objects; a key that is already gone is no error."""
+        ...

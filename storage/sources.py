@@ -1,0 +1,57 @@
+"""The RestorePlan, the one answer to "where do we go on", and the Protocol of a place that Shards are read from.
+
+A plan is chosen once per Attempt, journalled before any rank loads, and names the source of every Shard. Object storage
+is the only source for now; memory and disk Tiers join by another `ShardSource`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from storage.keys import Attempt, StepKey
+from storage.manifest import Tier
+
+__all__ = ["RestorePlan", "ShardLocation", "ShardSource"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLocation:
+    """Where the Shard of saving rank ``rank`` is read from: a Tier, and the object key or peer address in it."""
+
+    rank: int
+    tier: Tier
+    location: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePlan:
+    """What Attempt ``attempt`` loads: the Checkpoint ``source`` under ``root_url``, Shard by Shard."""
+
+    attempt: Attempt
+    source: StepKey
+    root_url: str
+    manifest_key: str
+    manifest_bytes: int
+    manifest_digest: str
+    shards: tuple[ShardLocation, ...]
+    allow_partial: bool = False
+
+    @property
+    def step(self) -> int:
+        """Last finished optimizer step of the Checkpoint; training goes on at step + 1."""
+        return self.source.step
+
+    @property
+    def tier(self) -> Tier:
+        """The farthest Tier that any Shard comes from."""
+        order: tuple[Tier, ...] = ("own-memory", "peer-memory", "local-disk", "object-storage")
+        return max((shard.tier for shard in self.shards), key=order.index, default="object-storage")
+
+
+class ShardSource(Protocol):
+    """Reads byte ranges of Shard objects; one implementation per Tier, all of them checked by the reader's digests."""
+
+    def read_range(self, location: ShardLocation, offset: int, length: int) -> bytes:
+        """Exactly ``length`` bytes from ``offset`` of the Shard object. Raises ObjectMissing or StoreUnavailable."""
+        ...

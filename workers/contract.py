@@ -1,0 +1,244 @@
+"""The values that cross the border between driver side and worker processes. No torch, no ray.
+
+Each is frozen, keyword-only and carries its Attempt; a receiver refuses an older Attempt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Protocol
+
+from storage.keys import Attempt, StepKey
+from storage.sources import RestorePlan
+
+__all__ = [
+    "AbandonReport",
+    "AttemptSpec",
+    "BoundOrder",
+    "CauseKind",
+    "CoordinatorPort",
+    "EvalReport",
+    "ExchangeReply",
+    "ExchangeRequest",
+    "FailureCause",
+    "Heartbeat",
+    "Member",
+    "Order",
+    "OrderKind",
+    "Outcome",
+    "OutcomeKind",
+    "Phase",
+    "StepReport",
+    "WorkerFacts",
+    "World",
+]
+
+
+class Phase(StrEnum):
+    """What a worker is doing; each phase has its own heartbeat limit."""
+
+    STARTING = "starting"
+    IDLE = "idle"
+    FORMING = "forming"
+    LOADING = "loading"
+    COMPILING = "compiling"  # the first step of an Attempt, torch.compile or not
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    CHECKPOINTING = "checkpointing"
+    LEAVING = "leaving"
+
+
+class OrderKind(IntEnum):
+    """The closed set of Orders. A Leave includes a Snapshot of its step."""
+
+    NONE = 0
+    SNAPSHOT = 1
+    LEAVE = 2
+
+
+class OutcomeKind(StrEnum):
+    FINISHED = "finished"
+    LEFT = "left"
+    FAILED = "failed"
+
+
+class CauseKind(StrEnum):
+    """Why a training thread ended in failure. COLLECTIVE is an echo of somebody else's trouble."""
+
+    COLLECTIVE = "collective"
+    USER = "user"
+    CORRUPT_CHECKPOINT = "corrupt-checkpoint"
+    CHECKPOINT_MISMATCH = "checkpoint-mismatch"
+    DATA = "data"
+    STORAGE = "storage"
+    ABANDONED = "abandoned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a worker process says of itself once it is warm (torch imported, model template built, data opened)."""
+
+    worker_id: str
+    node_id: str
+    pid: int
+    host: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    rank: int
+    worker_id: str
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The fixed membership of one Attempt, in rank order."""
+
+    attempt: Attempt
+    members: tuple[Member, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptSpec:
+    """All that one worker needs to take part in an Attempt. ``restore`` None: start from step 0."""
+
+    run_id: str
+    world: World
+    rank: int
+    store_host: str
+    store_port: int
+    group_timeout_s: float
+    restore: RestorePlan | None
+    data_override: bool = False
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.world.attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The coordinator's numbered word. Rank 0 binds it to max(not_before_step, own step + 2)."""
+
+    attempt: Attempt
+    number: int
+    kind: OrderKind
+    not_before_step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundOrder:
+    """An Order (number 0: the fixed cadence) that all ranks carry out at the end of ``step``."""
+
+    number: int
+    kind: OrderKind
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One finished optimizer step as rank 0 saw it.
+
+    ``position`` counts samples consumed since step 0; ``sample_chain`` is the chained xxh3_128 of their ids;
+    ``finished_at_s`` is Unix time.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    position: int
+    sample_chain: str
+    step_s: float
+    finished_at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    step: int
+    loss: float
+    best: float
+    best_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeRequest:
+    """What rank 0's side thread brings: news since its last call."""
+
+    attempt: Attempt
+    reports: tuple[StepReport, ...] = ()
+    evals: tuple[EvalReport, ...] = ()
+    bound: tuple[BoundOrder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeReply:
+    """What it takes back: the newest Order and the steps whose saves are over (committed or given up)."""
+
+    attempt: Attempt
+    order: Order | None
+    settled_steps: tuple[int, ...]
+    is_current: bool
+
+
+class CoordinatorPort(Protocol):
+    """The coordinator as rank 0 sees it."""
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCause:
+    """A plain, pickle-safe picture of an exception: no traceback objects, which would keep the model alive."""
+
+    kind: CauseKind
+    error_type: str
+    message: str
+    traceback: str
+    rank: int
+    step: int
+    corrupt_step: StepKey | None = None
+    corrupt_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the training thread of one worker ended. ``last_step`` is its last finished optimizer step."""
+
+    attempt: Attempt
+    worker_id: str
+    rank: int
+    kind: OutcomeKind
+    last_step: int
+    cause: FailureCause | None = None
+    weights_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """``age_s`` is the time since the training thread last made progress, on the worker's monotonic clock."""
+
+    worker_id: str
+    attempt: Attempt | None
+    phase: Phase
+    step: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbandonReport:
+    """``is_clean``: the training thread has ended, groups are gone and the old model is released."""
+
+    attempt: Attempt
+    worker_id: str
+    is_clean: bool
+    last_step: int
