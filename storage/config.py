@@ -15,7 +15,9 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     endpoint_url: str | None = Field(None, description="S3 endpoint for stores other than AWS (else AWS_ENDPOINT_URL)")
-    deadline_s: float = Field(120.0, gt=0, description="longest one transfer may take before it is given up and retried")
+    deadline_s: float = Field(
+        120.0, gt=0, description="longest one transfer may take before it is given up and retried"
+    )
     retries: int = Field(5, ge=0, le=100, description="retries of one transfer, with backoff and jitter")
 
 

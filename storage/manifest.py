@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from storage.keys import Attempt, StepKey
 
@@ -40,7 +40,17 @@ Tier = Literal["own-memory", "peer-memory", "local-disk", "object-storage"]
 Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 Shape = Annotated[tuple[Size, ...], Field(max_length=16)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
-Key = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^(?!/)(?!.*\.\./)[A-Za-z0-9._/-]+$")]
+
+
+def _inside_the_run(key: str) -> str:
+    if key.startswith("/") or ".." in key.split("/"):
+        raise ValueError(f"key {key!r} points outside the run")
+    return key
+
+
+Key = Annotated[
+    str, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z0-9._/-]+$"), AfterValidator(_inside_the_run)
+]
 Digest64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Digest128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 

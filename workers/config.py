@@ -54,7 +54,9 @@ class DataConfig(_Settings):
     num_workers: int = Field(0, ge=0, description="loader processes per rank")
     prefetch: int = Field(2, ge=1)
     validation_fraction: float = Field(0.01, ge=0.0, lt=0.5)
-    allow_changed: bool = Field(False, description="go on although the data's fingerprint differs from the Checkpoint's")
+    allow_changed: bool = Field(
+        False, description="go on although the data's fingerprint differs from the Checkpoint's"
+    )
 
     @model_validator(mode="after")
     def _leaves_are_whole(self) -> Self:
