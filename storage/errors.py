@@ -10,6 +10,7 @@ __all__ = [
     "CorruptCheckpoint",
     "LeaseHeld",
     "ManifestMismatch",
+    "ObjectExists",
     "ObjectMissing",
     "StorageError",
     "StoreUnavailable",
@@ -29,6 +30,17 @@ class ObjectMissing(StorageError):
 
     def __str__(self) -> str:
         return f"object {self.key} is missing{' in ' + self.where if self.where else ''}"
+
+
+class ObjectExists(StorageError):
+    """A create-only write found an object of that name. ``key`` names it."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"object {self.key} exists already"
 
 
 class StoreUnavailable(StorageError):

@@ -101,7 +101,7 @@ class KeeperPort(Protocol):
     """What a worker may ask of the Keeper of its node."""
 
     def lease_buffer(self, request: LeaseRequest) -> BufferLease | None:
-        """A buffer, or None while one Snapshot of this rank is in flight and one staged: try again, or skip the save."""
+        """A buffer, or None while one Snapshot of this rank is in flight and one is staged."""
         ...
 
     def seal(self, snapshot: SealedSnapshot) -> None:

@@ -5,7 +5,7 @@ Pure data: no store is read or written here. Every count and size is bounded bef
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
@@ -31,8 +31,8 @@ __all__ = [
     "Tier",
 ]
 
-MANIFEST_VERSION = 1
-SHARD_VERSION = 1
+MANIFEST_VERSION: Final = 1
+SHARD_VERSION: Final = 1
 
 Level = Literal["L1", "L2", "L3", "L4", "L5"]
 Tier = Literal["own-memory", "peer-memory", "local-disk", "object-storage"]

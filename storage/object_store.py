@@ -46,7 +46,7 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str, *, deadline_s: float = 60.0) -> list[ObjectEntry]:
-        """Every object whose key starts with ``prefix`` (a folder ending in a slash), sorted by key. Empty is no error."""
+        """Every object under ``prefix`` (a folder ending in a slash), sorted by key. Empty is no error."""
         ...
 
     def delete(self, keys: Sequence[str], *, deadline_s: float = 60.0) -> None:

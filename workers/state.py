@@ -1,0 +1,50 @@
+"""TrainingState: everything of a rank that a Checkpoint must hold, gathered in one object that outlives the loop call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["EMPTY_CHAIN", "Progress", "Tracker", "TrainingState"]
+
+EMPTY_CHAIN = "0" * 32
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Any user object (EMA, metric, GradScaler) that keeps state across a resume: tensors and plain JSON types only."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Where the Run stands after ``step`` finished optimizer steps. Equal on every rank.
+
+    ``position``: samples consumed since step 0; ``sample_chain``: chained xxh3_128 over the ids of those samples.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    tokens: int = 0
+    sample_chain: str = EMPTY_CHAIN
+    best_metric: float | None = None
+    best_step: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingState:
+    """Model (sharded), optimizer, scheduler, progress and user trackers of one rank."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    progress: Progress = field(default_factory=Progress)
+    trackers: dict[str, Tracker] = field(default_factory=dict)
