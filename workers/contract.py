@@ -172,12 +172,13 @@ class EvalReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeRequest:
-    """What rank 0's side thread brings: news since its last call."""
+    """What rank 0's side thread brings: news since its last call. ``skipped``: steps whose due save was left out."""
 
     attempt: Attempt
     reports: tuple[StepReport, ...] = ()
     evals: tuple[EvalReport, ...] = ()
     bound: tuple[BoundOrder, ...] = ()
+    skipped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
