@@ -1,0 +1,57 @@
+# Short names for everything a person or a build machine does here. `make` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+CHAOS ?= kill-node@40,add-node@80
+PYTEST_ARGS ?=
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install install-dev run test test-full check format bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: $(VENV)/.installed ## create .venv and install the project (CPU build of torch where there is no GPU)
+
+install-dev: $(VENV)/.installed-dev ## the same with everything the tests need
+
+$(VENV)/.installed: pyproject.toml .ci/install
+	PYTHON="$(PYTHON)" .ci/install "$(VENV)" .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml .ci/install
+	PYTHON="$(PYTHON)" .ci/install "$(VENV)" '.[dev]'
+	@touch $(VENV)/.installed $@
+
+run: install ## main job: 4 local nodes, one killed and one added while it trains
+	$(BIN)/raysume run clusters/local/run.yaml --local-nodes 4 --chaos $(CHAOS)
+
+test: install-dev ## all tests but the slow ones and those that need a GPU
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-full: install-dev ## all tests but those that need a GPU
+	$(BIN)/python -m pytest -q -m "not gpu" $(PYTEST_ARGS)
+
+check: install-dev ## format, lint, types, import contracts, unit tests: under a minute
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/unit tests/architecture $(PYTEST_ARGS)
+
+format: install-dev ## apply the formatter and the safe lint fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install ## run every bench in tests/bench
+	@shopt -s nullglob; benches=(tests/bench/bench_*.py); \
+	if [ $${#benches[@]} -eq 0 ]; then echo "No bench is written yet; they will be tests/bench/bench_*.py."; exit 0; fi; \
+	for bench in "$${benches[@]}"; do echo "== $$bench"; $(BIN)/python "$$bench" || exit 1; done
+
+clean: ## remove .venv, caches and build output; results in outputs/ stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
