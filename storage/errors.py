@@ -13,6 +13,7 @@ __all__ = [
     "ObjectExists",
     "ObjectMissing",
     "StorageError",
+    "StoreRefused",
     "StoreUnavailable",
 ]
 
@@ -52,6 +53,10 @@ class StoreUnavailable(StorageError):
 
     def __str__(self) -> str:
         return f"store: {self.operation} {self.key} failed: {self.reason}"
+
+
+class StoreRefused(StoreUnavailable):
+    """The store answered, and asking again will not change it: access denied, no such bucket. Never retried."""
 
 
 class CorruptCheckpoint(StorageError):

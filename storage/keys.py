@@ -26,6 +26,7 @@ __all__ = [
     "lease_key",
     "manifest_key",
     "new_nonce",
+    "parse_shard_key",
     "parse_step_key",
     "quarantine_key",
     "shard_key",
@@ -43,6 +44,9 @@ SUMMARY = "summary.json"
 RUN = "run.json"
 
 _STEP_KEY = re.compile(r"step-(?P<step>\d{10})\.a(?P<number>\d{6})-(?P<nonce>[0-9a-f]{8})\.json\Z")
+_SHARD_KEY = re.compile(
+    r"shards/step-(?P<step>\d{10})/a(?P<number>\d{6})-(?P<nonce>[0-9a-f]{8})/rank-(?P<rank>\d{5,})\.shard\Z"
+)
 _NONCE = re.compile(r"[0-9a-f]{8}\Z")
 
 
@@ -133,3 +137,12 @@ def parse_step_key(name: str) -> StepKey | None:
         return None
     attempt = Attempt(number=int(match["number"]), nonce=match["nonce"])
     return StepKey(step=int(match["step"]), attempt=attempt)
+
+
+def parse_shard_key(key: str) -> tuple[StepKey, int] | None:
+    """Identity and rank in the name of a Shard object, or None when the name is not ours."""
+    match = _SHARD_KEY.match(key)
+    if match is None:
+        return None
+    attempt = Attempt(number=int(match["number"]), nonce=match["nonce"])
+    return StepKey(step=int(match["step"]), attempt=attempt), int(match["rank"])

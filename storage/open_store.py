@@ -1,0 +1,43 @@
+"""Picks the store for a URL and wraps it in retries. The only place that knows which URL means which implementation.
+
+Open a store in each process that needs one; a store object is not sent between processes.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from storage.config import StoreConfig
+from storage.fsspec_store import FsspecStore
+from storage.local_store import LocalStore
+from storage.memory_store import MemoryStore
+from storage.object_store import ObjectStore
+from storage.retrying import RetryingStore
+from storage.s3_store import S3Store
+
+__all__ = ["open_store"]
+
+_memory_stores: dict[str, MemoryStore] = {}
+_memory_lock = threading.Lock()
+
+
+def open_store(url: str, config: StoreConfig | None = None) -> ObjectStore:
+    """The store at ``url``: a path, ``file://``, ``s3://``, ``memory://NAME`` (one per process), or any of fsspec's."""
+    config = config or StoreConfig()
+    return RetryingStore(_open(url, config), retries=config.retries, deadline_s=config.deadline_s)
+
+
+def _open(url: str, config: StoreConfig) -> ObjectStore:
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return LocalStore(url)
+    match scheme:
+        case "file":
+            return LocalStore(rest)
+        case "memory":
+            with _memory_lock:
+                return _memory_stores.setdefault(rest.strip("/"), MemoryStore(rest.strip("/")))
+        case "s3" | "s3a":
+            return S3Store(url, config)
+        case _:
+            return FsspecStore(url)

@@ -1,0 +1,178 @@
+"""The conformance suite on memory, local files and fsspec's own memory; then what is special to local files.
+
+Real: the file system. A lost process is played by an exception out of the middle of a write.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import sys
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from storage.config import StoreConfig
+from storage.errors import ObjectMissing, StorageError, StoreRefused, StoreUnavailable
+from storage.fsspec_store import FsspecStore, url_without_credentials
+from storage.local_store import LocalStore
+from storage.memory_store import MemoryStore
+from storage.object_store import ObjectStore
+from storage.open_store import open_store
+from storage.s3_store import part_bytes
+
+
+def _load_conformance() -> type:
+    path = Path(__file__).with_name("object_store_conformance.py")
+    spec = importlib.util.spec_from_file_location("object_store_conformance", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.ObjectStoreConformance
+
+
+class TestConformance(_load_conformance()):
+    @pytest.fixture(params=["memory", "local", "fsspec", "retrying"])
+    def store(self, request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+        match request.param:
+            case "memory":
+                return MemoryStore("conformance")
+            case "local":
+                return LocalStore(tmp_path / "run")
+            case "fsspec":
+                return FsspecStore(f"memory://{secrets.token_hex(8)}/run")
+            case _:
+                return open_store(f"file://{tmp_path}/run", StoreConfig(retries=0))
+
+
+class _DropsOut(BaseException):
+    """Stands for the death of the process."""
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_write_that_dies_leaves_the_older_object_and_no_listed_remains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put("commits/1", b"old")
+
+    def die(*_: object) -> None:
+        raise _DropsOut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, die)
+        patch.setattr(Path, "unlink", lambda *_, **__: None)  # a dead process cleans nothing up
+        with pytest.raises(_DropsOut):
+            store.put("commits/1", b"new")
+    assert store.get("commits/1") == b"old"
+    assert [entry.key for entry in store.list("")] == ["commits/1"]
+    assert len(list((tmp_path / "commits").iterdir())) == 2
+
+
+def test_file_and_folder_are_synced_before_a_put_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    LocalStore(tmp_path / "run").put("commits/1", b"x")
+    assert Path(synced[0]).parent == tmp_path / "run" / "commits"
+    assert synced[1:4] == [str(tmp_path / "run" / "commits"), str(tmp_path / "run"), str(tmp_path)]
+
+
+def test_a_full_disk_is_an_unavailable_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreUnavailable, match="No space left"):
+        LocalStore(tmp_path).put("k", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["/etc/passwd", "../outside", "a/../../outside"])
+def test_a_key_cannot_leave_the_store(tmp_path: Path, key: str) -> None:
+    store = LocalStore(tmp_path / "run")
+    with pytest.raises(StorageError, match="outside"):
+        store.put(key, b"x")
+    with pytest.raises(StorageError, match="outside"):
+        store.get(key)
+
+
+def test_a_root_that_is_a_file_is_refused_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("not a folder")
+    with pytest.raises(StoreRefused, match="not a directory"):
+        LocalStore(tmp_path / "run").list("commits/")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_folder_is_refused_not_empty(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("commits/1", b"x")
+    (tmp_path / "commits").chmod(0)
+    try:
+        with pytest.raises(StoreRefused, match="access denied"):
+            store.list("commits/")
+    finally:
+        (tmp_path / "commits").chmod(0o700)
+
+
+def test_a_denied_listing_is_refused_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put("commits/1", b"x")
+
+    def deny(_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", deny)
+    with pytest.raises(StoreRefused, match="access denied"):
+        store.list("commits/")
+
+
+def test_deleting_the_last_object_removes_its_empty_folders(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("shards/step-1/a/x", b"1")
+    store.delete(["shards/step-1/a/x"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_that_never_returns_is_given_up_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    filesystem = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(filesystem), "pipe_file", lambda *_, **__: release.wait(60))
+    try:
+        with pytest.raises(StoreUnavailable, match=r"no answer within 0\.05 s"):
+            FsspecStore("memory://stuck").put("k", b"x", deadline_s=0.05)
+    finally:
+        release.set()
+
+
+def test_memory_urls_of_one_name_are_one_store() -> None:
+    name = secrets.token_hex(8)
+    open_store(f"memory://{name}").put("k", b"x")
+    assert open_store(f"memory://{name}/").get("k") == b"x"
+    with pytest.raises(ObjectMissing):
+        open_store(f"memory://{name}-other").get("k")
+
+
+def test_a_plain_path_and_its_file_url_are_one_store(tmp_path: Path) -> None:
+    open_store(str(tmp_path)).put("k", b"x")
+    assert open_store(f"file://{tmp_path}").get("k") == b"x"
+
+
+def test_a_url_is_told_without_credentials() -> None:
+    assert url_without_credentials("s3://key:secret@bucket/run/?token=1") == "s3://bucket/run"
+
+
+@pytest.mark.parametrize("size", [1, 64 << 20, 100 << 30, 5 << 40])
+def test_parts_grow_with_the_object_and_stay_below_ten_thousand(size: int) -> None:
+    assert -(-size // part_bytes(size)) <= 10_000
+    assert part_bytes(size) <= 5 << 30

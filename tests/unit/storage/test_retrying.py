@@ -1,0 +1,104 @@
+"""Retries with a fake sleeper and a seeded random source; the store underneath is the in-memory twin."""
+
+# ruff: noqa: ARG002 - the interface has deadlines that this double does not need
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+
+from storage.errors import ObjectExists, ObjectMissing, StoreRefused, StoreUnavailable
+from storage.memory_store import MemoryStore
+from storage.retrying import RetryingStore
+
+
+class _Flaky(MemoryStore):
+    """Fails the first ``failures`` calls of put, create and get; ``lost_answers``: only after doing the work."""
+
+    def __init__(self, failures: int, error: Exception | None = None, lost_answers: bool = False) -> None:
+        super().__init__("flaky")
+        self.calls = 0
+        self.deadlines: list[float] = []
+        self._failures = failures
+        self._error = error or StoreUnavailable("put", "k", "connection reset")
+        self._lost_answers = lost_answers
+
+    def _fail(self) -> None:
+        self.calls += 1
+        if self.calls <= self._failures:
+            raise self._error
+
+    def put(self, key: str, data: bytes | memoryview, *, deadline_s: float = 60.0) -> None:
+        self.deadlines.append(deadline_s)
+        self._fail()
+        super().put(key, data)
+
+    def create(self, key: str, data: bytes, *, deadline_s: float = 60.0) -> None:
+        if not self._lost_answers:
+            self._fail()
+        super().create(key, data)
+        if self._lost_answers:
+            self._fail()
+
+
+def _retrying(inner: MemoryStore, retries: int, sleeps: list[float]) -> RetryingStore:
+    return RetryingStore(inner, retries=retries, deadline_s=7.0, sleep=sleeps.append, rng=random.Random(0))
+
+
+def test_a_passing_failure_is_retried_with_growing_waits_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    inner, sleeps = _Flaky(4), list[float]()
+    with caplog.at_level(logging.WARNING):
+        _retrying(inner, 5, sleeps).put("k", b"x")
+    assert inner.get("k") == b"x"
+    assert len(sleeps) == 4
+    for number, slept in enumerate(sleeps):
+        assert 0.1 * 2**number <= slept <= 0.2 * 2**number
+    assert "connection reset; retry 1 of 5" in caplog.records[0].getMessage()
+
+
+def test_retries_end_and_the_last_error_is_raised() -> None:
+    inner, sleeps = _Flaky(100), list[float]()
+    with pytest.raises(StoreUnavailable, match="connection reset"):
+        _retrying(inner, 3, sleeps).put("k", b"x")
+    assert inner.calls == 4
+    assert len(sleeps) == 3
+
+
+def test_a_wait_is_never_longer_than_the_limit() -> None:
+    sleeps: list[float] = []
+    _retrying(_Flaky(40), 50, sleeps).put("k", b"x")
+    assert max(sleeps) <= 10.0
+
+
+@pytest.mark.parametrize(
+    "error", [ObjectMissing("k"), ObjectExists("k"), StoreRefused("put", "k", "access denied"), ValueError("a bug")]
+)
+def test_what_another_try_cannot_cure_is_not_retried(error: Exception) -> None:
+    inner, sleeps = _Flaky(1, error), list[float]()
+    with pytest.raises(type(error)):
+        _retrying(inner, 5, sleeps).put("k", b"x")
+    assert inner.calls == 1
+    assert sleeps == []
+
+
+def test_a_create_whose_answer_was_lost_counts_as_ours() -> None:
+    inner = _Flaky(1, lost_answers=True)
+    _retrying(inner, 2, []).create("commits/1", b"mine")
+    assert inner.get("commits/1") == b"mine"
+
+
+def test_a_create_that_finds_somebody_elses_object_is_refused() -> None:
+    inner = _Flaky(1)
+    MemoryStore.put(inner, "commits/1", b"theirs")
+    with pytest.raises(ObjectExists):
+        _retrying(inner, 2, []).create("commits/1", b"mine")
+
+
+def test_the_configured_deadline_is_used_unless_the_caller_names_one() -> None:
+    inner = _Flaky(0)
+    store = _retrying(inner, 0, [])
+    store.put("a", b"")
+    store.put("b", b"", deadline_s=1.5)
+    assert inner.deadlines == [7.0, 1.5]
