@@ -1,0 +1,80 @@
+"""Errors of the workers package: one root; each says what failed, for which rank or Attempt, and what to do.
+
+They survive pickling: every field is a constructor argument kept in ``args``. Errors of the data files have their own
+module; turning any exception into a plain value is `workers.failure_cause`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AttemptAbandoned",
+    "AttemptRefused",
+    "CoordinatorUnavailable",
+    "FormingFailed",
+    "LoopMisused",
+    "RanksDisagree",
+    "WorkersError",
+]
+
+
+class WorkersError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class AttemptRefused(WorkersError):
+    """A worker was asked to start an Attempt that it must not start."""
+
+    def __init__(self, worker_id: str, attempt: str, reason: str) -> None:
+        super().__init__(worker_id, attempt, reason)
+        self.worker_id, self.attempt, self.reason = worker_id, attempt, reason
+
+    def __str__(self) -> str:
+        return f"worker {self.worker_id} refuses attempt {self.attempt}: {self.reason}"
+
+
+class AttemptAbandoned(WorkersError):
+    """Raised inside a training thread to end it: the Attempt it works for is over."""
+
+    def __init__(self, attempt: str, reason: str) -> None:
+        super().__init__(attempt, reason)
+        self.attempt, self.reason = attempt, reason
+
+    def __str__(self) -> str:
+        return f"attempt {self.attempt} is over: {self.reason}"
+
+
+class FormingFailed(WorkersError):
+    """The ranks of a World did not find each other in time."""
+
+    def __init__(self, attempt: str, rank: int, world_size: int, num_arrived: int, waited_s: float) -> None:
+        super().__init__(attempt, rank, world_size, num_arrived, waited_s)
+        self.attempt, self.rank, self.world_size = attempt, rank, world_size
+        self.num_arrived, self.waited_s = num_arrived, waited_s
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: {self.num_arrived} of {self.world_size} ranks of attempt {self.attempt} had come"
+            f" together after {self.waited_s:g} s; raise failure.group_timeout_s if starting takes longer"
+        )
+
+
+class CoordinatorUnavailable(WorkersError):
+    """One exchange with the coordinator failed or ran out of time. Rank 0 tries again."""
+
+
+class LoopMisused(WorkersError):
+    """A train loop called the Session in an order that would lose or repeat work."""
+
+
+class RanksDisagree(WorkersError):
+    """The step vectors of the ranks do not belong to one step."""
+
+    def __init__(self, rank: int, step: int, seen: float) -> None:
+        super().__init__(rank, step, seen)
+        self.rank, self.step, self.seen = rank, step, seen
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}, step {self.step}: the ranks' mean step is {self.seen:g}; every rank must call"
+            " session.step_end once for each step"
+        )

@@ -1,0 +1,89 @@
+"""Turns any exception of a training thread into a plain FailureCause, so that nothing of the thread stays alive.
+
+A kept exception keeps its traceback, the traceback its frames, and a frame the model. So the picture is text only, and
+the frames are cleared here. Whether a cause is worth a retry is the failure policy's question.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+import torch.distributed as dist
+
+from storage.errors import CorruptCheckpoint, ManifestMismatch, StorageError
+from storage.keys import StepKey
+from workers.contract import CauseKind, FailureCause
+from workers.data_errors import DataError
+from workers.errors import AttemptAbandoned, FormingFailed, RanksDisagree
+
+__all__ = ["cause_of", "classify"]
+
+_MAX_TEXT = 20_000
+_COLLECTIVE_TYPES = (dist.DistError, FormingFailed, RanksDisagree)
+# gloo, and torch once a group was closed under a waiting call, raise bare RuntimeError or ValueError.
+_COLLECTIVE_TEXT = re.compile(
+    r"gloo[/\\]|\bNCCL\b|ncclUnhandled|Connection (closed|reset) by peer|Process ?group"
+    r"|Timed out waiting \d+ms for (send|recv)|Application timeout caused pair closure|default process group",
+    re.IGNORECASE,
+)
+
+
+def classify(error: BaseException) -> CauseKind:
+    """The kind of trouble, by the type of the exception (by its text only for what gloo and torch raise untyped)."""
+    if isinstance(error, AttemptAbandoned):
+        return CauseKind.ABANDONED
+    if isinstance(error, CorruptCheckpoint):
+        return CauseKind.CORRUPT_CHECKPOINT
+    if isinstance(error, ManifestMismatch):
+        return CauseKind.CHECKPOINT_MISMATCH
+    if isinstance(error, StorageError):
+        return CauseKind.STORAGE
+    if isinstance(error, DataError):
+        return CauseKind.DATA
+    if isinstance(error, _COLLECTIVE_TYPES) or _is_untyped_collective_error(error):
+        return CauseKind.COLLECTIVE
+    return CauseKind.USER
+
+
+def cause_of(error: BaseException, *, rank: int, step: int, loaded: StepKey | None, is_abandoned: bool) -> FailureCause:
+    """The plain picture of ``error``; clears its frames. ``loaded`` is the Checkpoint this Attempt was reading."""
+    kind = CauseKind.ABANDONED if is_abandoned else classify(error)
+    corrupt = error if isinstance(error, CorruptCheckpoint) else None
+    cause = FailureCause(
+        kind=kind,
+        error_type=type(error).__name__,
+        message=_shortened(str(error) or repr(error)),
+        traceback=_shortened("".join(traceback.format_exception(error))),
+        rank=rank,
+        step=step,
+        corrupt_step=loaded if corrupt is not None else None,
+        corrupt_key=corrupt.key if corrupt is not None else None,
+    )
+    _clear_frames(error)
+    return cause
+
+
+def _is_untyped_collective_error(error: BaseException) -> bool:
+    return type(error) in (RuntimeError, ValueError, AssertionError) and bool(_COLLECTIVE_TEXT.search(str(error)))
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables of every frame that the error, and what it was raised from, passed through."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+        pending.extend((one.__cause__, one.__context__))
+
+
+def _shortened(text: str) -> str:
+    """The end matters most: that is where the error itself stands."""
+    return (
+        text if len(text) <= _MAX_TEXT else f"... {len(text) - _MAX_TEXT} characters left out ...\n{text[-_MAX_TEXT:]}"
+    )

@@ -1,0 +1,55 @@
+"""The pulse of a training thread: what it is doing, at which step, and when it last made progress.
+
+Written by the training thread, read from any other. It judges nothing: limits belong to the driver.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from workers.contract import Phase
+
+__all__ = ["Pulse", "PulseReading"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PulseReading:
+    """One consistent look at a Pulse."""
+
+    phase: Phase
+    step: int
+    age_s: float
+
+
+class Pulse:
+    """Phase, step and time of last progress, changed together."""
+
+    def __init__(self, *, phase: Phase = Phase.STARTING, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._phase, self._step, self._beat_at = phase, 0, clock()
+
+    def beat(self, phase: Phase | None = None, *, step: int | None = None) -> None:
+        """Progress was made; None keeps the phase or the step."""
+        with self._lock:
+            self._phase = self._phase if phase is None else phase
+            self._step = self._step if step is None else step
+            self._beat_at = self._clock()
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """The phase for the length of a block; the one before it comes back after."""
+        before = self.read().phase
+        self.beat(phase)
+        try:
+            yield
+        finally:
+            self.beat(before)
+
+    def read(self) -> PulseReading:
+        with self._lock:
+            return PulseReading(phase=self._phase, step=self._step, age_s=max(0.0, self._clock() - self._beat_at))

@@ -1,0 +1,98 @@
+"""Which step carries out which Order: bound by rank 0, learned by all ranks from the step vector.
+
+Pure. At the end of step s rank 0 decides about step s + 2 alone, so one slot of the vector is enough, a later Order can
+still replace an earlier one that waits, and every rank has read the slot before step s + 2 ends. Steps that lie too
+close to the start of an Attempt for that follow a standing rule that every rank works out by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from workers.contract import BoundOrder, Order, OrderKind
+
+__all__ = ["BIND_AHEAD", "CADENCE", "Binding", "OrderBinder", "OrderPlan", "standing_orders"]
+
+BIND_AHEAD = 2
+CADENCE = 0
+"""The Order number of saves that no Order asked for: the fixed cadence and the last step."""
+_MAX_UNSETTLED = 2
+
+
+def standing_orders(*, base_step: int, total_steps: int, every_steps: int | None) -> tuple[BoundOrder, ...]:
+    """Saves at the first steps of an Attempt, which rank 0 cannot bind in time, and at the last step if it is there."""
+    first = range(base_step + 1, min(base_step + BIND_AHEAD, total_steps) + 1)
+    return tuple(
+        BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=step)
+        for step in first
+        if step == total_steps or (every_steps is not None and step % every_steps == 0)
+    )
+
+
+class OrderPlan:
+    """Every rank's view: what is carried out at the end of which step. Equal on all ranks."""
+
+    def __init__(self, *, total_steps: int, standing: Iterable[BoundOrder] = ()) -> None:
+        self._total_steps = total_steps
+        self._by_step = {order.step: order for order in standing}
+
+    def learn(self, order: BoundOrder) -> None:
+        """Take in what a step vector said; kind NONE says nothing."""
+        if order.kind is not OrderKind.NONE:
+            self._by_step[order.step] = order
+
+    def due(self, step: int) -> BoundOrder | None:
+        """What must be done at the end of ``step``; given out once. The last step always saves and never leaves."""
+        order = self._by_step.pop(step, None)
+        if step != self._total_steps:
+            return order
+        return BoundOrder(number=CADENCE if order is None else order.number, kind=OrderKind.SNAPSHOT, step=step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What rank 0 puts into the vector, and a step of the cadence it had to pass over."""
+
+    bound: BoundOrder | None = None
+    skipped_step: int | None = None
+
+
+class OrderBinder:
+    """Rank 0's side: gives the newest Order, the cadence and the last step their steps, and keeps saves from piling up.
+
+    Saves of the cadence are passed over while two saves are neither committed nor given up; Orders and the last step
+    are not, since their issuer knows what is under way.
+    """
+
+    def __init__(self, *, total_steps: int, every_steps: int | None, standing: Iterable[BoundOrder] = ()) -> None:
+        self._total_steps, self._every_steps = total_steps, every_steps
+        self._unsettled = {order.step for order in standing}
+        self._last_number = CADENCE
+        self._is_leaving = False
+
+    def settle(self, steps: Iterable[int]) -> None:
+        """These saves are over, in one way or the other."""
+        self._unsettled.difference_update(steps)
+
+    def bind(self, step: int, order: Order | None) -> Binding:
+        """The decision at the end of ``step`` about ``step + 2``. A Leave beats a Snapshot, an Order the cadence."""
+        target = step + BIND_AHEAD
+        if self._is_leaving or target > self._total_steps:
+            return Binding()
+        is_due = order is not None and order.number > self._last_number and order.not_before_step <= target
+        if order is not None and is_due and order.kind is not OrderKind.NONE:
+            self._last_number = order.number
+            self._is_leaving = order.kind is OrderKind.LEAVE
+            return self._accept(BoundOrder(number=order.number, kind=order.kind, step=target))
+        if target == self._total_steps:
+            return self._accept(BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=target))
+        if self._every_steps is None or target % self._every_steps:
+            return Binding()
+        if len(self._unsettled) >= _MAX_UNSETTLED:
+            return Binding(skipped_step=target)
+        return self._accept(BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=target))
+
+    def _accept(self, order: BoundOrder) -> Binding:
+        self._unsettled.add(order.step)
+        return Binding(bound=order)
