@@ -1,0 +1,43 @@
+"""The process group of one Attempt and the one-dimensional device mesh over it.
+
+Membership is decided elsewhere: ranks and the rendezvous store come in as arguments, and nothing is read from the
+environment.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["SHARD_DIM", "join_group", "leave_group", "world_mesh"]
+
+SHARD_DIM = "shard"
+
+
+def join_group(store: Store, *, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
+    """Make the default group of this process. ``store`` must be fresh for the Attempt (a PrefixStore of its label)."""
+    if dist.is_initialized():
+        raise RuntimeError("a process group of an earlier Attempt is still open: leave it first")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def leave_group() -> None:
+    """Close the default group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world_mesh(device: torch.device) -> DeviceMesh:
+    """The mesh of all ranks of the current default group. Made anew per Attempt: a mesh outlives no group."""
+    return DeviceMesh(device.type, list(range(dist.get_world_size())), mesh_dim_names=(SHARD_DIM,))

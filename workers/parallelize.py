@@ -1,0 +1,121 @@
+"""Turns a meta model into a sharded one: FSDP2, then activation checkpointing, then compile, in that order.
+
+Neither of the last two changes a name: they replace the block's `forward` and wrap no module. Gradients are summed over
+ranks, never averaged: the loss carries the weight of its leaf, so the sum is right at any world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from workers.config import ActivationCheckpointConfig, ModelConfig
+
+__all__ = ["clip_gradients", "decoder_blocks", "parallelize"]
+
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: members of the outermost ModuleList that holds the most parameters; empty when none."""
+    lists: list[nn.ModuleList] = []
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if isinstance(module, nn.ModuleList):
+            lists.append(module)
+        else:
+            pending.extend(module.children())
+    if not lists:
+        return []
+    return list(max(lists, key=_num_values).children())
+
+
+def _num_values(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def parallelize(model: nn.Module, config: ModelConfig, mesh: DeviceMesh) -> nn.Module:
+    """Shard ``model`` over ``mesh`` in place. A world of one takes the same path."""
+    compute = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype]
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    blocks = decoder_blocks(model)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    _checkpoint_activations(blocks, config.activation_checkpointing)
+    if config.compile:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    return model
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Once per optimizer step: scale all gradients so that their global L2 norm is at most ``max_norm``.
+
+    Returns the norm before. Squares are summed in fp64, so the norm hardly depends on how shards are cut. FSDP2 cannot
+    shard a 0-dim parameter: it is replicated, and its gradients are summed over ranks here.
+    """
+    sharded: list[torch.Tensor] = []
+    replicated: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, DTensor):
+            sharded.append(parameter.grad.to_local())
+        elif parameter.grad is not None:
+            replicated.append(parameter.grad)
+    is_distributed = dist.is_initialized()
+    for gradient in replicated:
+        if is_distributed:
+            dist.all_reduce(gradient)
+    device = next(model.parameters()).device
+    total = _sum_of_squares(sharded, device)
+    if is_distributed:
+        dist.all_reduce(total)
+    norm = (total + _sum_of_squares(replicated, device)).sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in (*sharded, *replicated):
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
+
+
+def _sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        total += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    return total
+
+
+def _checkpoint_activations(blocks: list[nn.Module], config: ActivationCheckpointConfig) -> None:
+    if not config.enabled:
+        return
+    for index, block in enumerate(blocks):
+        if index % config.every_kth_block == 0:
+            _recompute_in_backward(block, index)
+
+
+def _recompute_in_backward(block: nn.Module, index: int) -> None:
+    if any(isinstance(module, _BatchNorm) for module in block.modules()):
+        raise ValueError(
+            f"activation checkpointing of block {index}: it holds a BatchNorm, whose running statistics would be "
+            "updated twice; turn model.activation_checkpointing off"
+        )
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not block.training or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    block.forward = recomputed
