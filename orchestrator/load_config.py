@@ -139,7 +139,8 @@ def _unknown_key_lines(model: type[BaseModel], key: str, value: Any, prefix: str
     if isinstance(value, dict) and value and not section:
         # A section that is not one of ours: its keys say better than its name what was meant.
         for leaf in value:
-            yield f"unknown key {prefix}{key}.{leaf}; the nearest valid one is {_nearest(None, str(leaf), f'{prefix}{key}.')}"
+            nearest = _nearest(None, str(leaf), f"{prefix}{key}.")
+            yield f"unknown key {prefix}{key}.{leaf}; the nearest valid one is {nearest}"
         return
     yield f"unknown key {prefix}{key}; the nearest valid one is {_nearest(model, key, prefix)}"
 

@@ -1,0 +1,211 @@
+"""Shows a Run while it goes: one live line on a terminal, plain lines elsewhere. Fed by events, decides nothing.
+
+Everything goes to stderr: stdout belongs to the report and to `--json`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from orchestrator.summary import Event
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["ProgressView", "RunStatus", "event_line", "open_progress"]
+
+_PLAIN_EVERY_STEPS = 10
+
+
+class ProgressView(Protocol):
+    """Where events and lines for people go."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    def note(self, line: str) -> None:
+        """A line that stays on the screen."""
+        ...
+
+    def close(self) -> None:
+        """End the display; further calls do nothing."""
+        ...
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """The newest facts, as one line. ``total_steps`` 0: not known yet."""
+
+    total_steps: int = 0
+    step: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    world_size: int = 0
+    committed_step: int | None = None
+    phase: str = "starting"
+    _tokens: int | None = None
+
+    def add(self, event: Event) -> None:
+        match event.get("event"):
+            case "run_started":
+                self.total_steps = _number(event, "steps", self.total_steps)
+            case "attempt_started":
+                self.phase, self.world_size = "forming", _number(event, "world_size", self.world_size)
+                self.step, self._tokens = _number(event, "restored_step", self.step), None
+            case "regrouped":
+                self.phase = "loading"
+            case "step":
+                self._add_step(event)
+            case "committed":
+                self.committed_step = _number(event, "step", 0)
+            case "fault":
+                self.phase = "regrouping"
+            case "waiting":
+                self.phase = "waiting for nodes"
+            case "run_finished":
+                self.phase = str(event.get("status", "finished"))
+
+    def _add_step(self, event: Event) -> None:
+        self.phase = "training"
+        self.step = _number(event, "step", self.step)
+        self.world_size = _number(event, "world_size", self.world_size)
+        loss, seconds = event.get("loss"), event.get("step_s")
+        self.loss = float(loss) if isinstance(loss, int | float) else None
+        tokens = _number(event, "tokens", 0)
+        if self._tokens is not None and isinstance(seconds, int | float) and seconds > 0:
+            self.tokens_per_s = (tokens - self._tokens) / seconds
+        self._tokens = tokens
+
+    def line(self) -> str:
+        """E.g. ``step 40/120 · loss 5.213 · 2,214 tokens/s · 4 workers · committed 30 · training``."""
+        parts = [f"step {self.step}/{self.total_steps}" if self.total_steps else f"step {self.step}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.3f}")
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        if self.world_size:
+            parts.append(f"{self.world_size} worker{'s' if self.world_size > 1 else ''}")
+        parts.append("no checkpoint yet" if self.committed_step is None else f"committed {self.committed_step}")
+        parts.append(self.phase)
+        return " · ".join(parts)
+
+
+def event_line(event: Event) -> str | None:
+    """The line a person should see for this event; None for the routine ones."""
+    match event.get("event"):
+        case "chaos":
+            where = f" on {event['detail']}" if event.get("detail") else ""
+            return f"chaos: {event.get('verb')} at step {event.get('at_step')}{where}"
+        case "fault":
+            return f"fault: {event.get('cause')}: {event.get('detail')}"
+        case "attempt_started":
+            start = f"from step {event.get('restored_step')} ({event.get('restored_from')})"
+            lost = _number(event, "lost_steps", 0)
+            again = f", {lost} steps run again" if lost else ""
+            why = f"attempt {event.get('attempt')} ({event.get('cause')})"
+            return f"{why}: {event.get('world_size')} workers, {start}{again}"
+        case "waiting":
+            return f"waiting: {event.get('have')} of {event.get('need')} workers; {event.get('missing')}"
+        case "save_failed":
+            return f"save of step {event.get('step')} failed: {event.get('reason')}"
+        case "quarantined":
+            return f"checkpoint of step {event.get('step')} taken out of use: {event.get('key')}: {event.get('reason')}"
+        case "eval":
+            return f"eval at step {event.get('step')}: loss {_figure(event, 'loss')}, best {_figure(event, 'best')}"
+        case "run_finished":
+            return f"run {event.get('status')}: {event.get('exit_reason')}"
+        case _:
+            return None
+
+
+def open_progress(*, total_steps: int = 0, is_shown: bool = True, stream: TextIO | None = None) -> ProgressView:
+    """The view that fits ``stream`` (default: stderr): live on a terminal, plain lines elsewhere, or none."""
+    if not is_shown:
+        return _NoProgress()
+    stream = stream or sys.stderr
+    if not stream.isatty():
+        return _PlainProgress(total_steps, stream)
+    from rich.console import Console
+
+    return _LiveProgress(total_steps, Console(file=stream))
+
+
+class _NoProgress:
+    def on_event(self, event: Event) -> None: ...
+
+    def note(self, line: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _PlainProgress:
+    """One line every few steps and for each event of note."""
+
+    def __init__(self, total_steps: int, stream: TextIO) -> None:
+        self._status = RunStatus(total_steps=total_steps)
+        self._stream = stream
+        self._is_open = True
+
+    def on_event(self, event: Event) -> None:
+        self._status.add(event)
+        line = event_line(event)
+        if line is not None:
+            self.note(line)
+        step, total = self._status.step, self._status.total_steps
+        if event.get("event") == "step" and (step % _PLAIN_EVERY_STEPS == 0 or step in (1, total)):
+            self.note(self._status.line())
+
+    def note(self, line: str) -> None:
+        if self._is_open:
+            print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        self._is_open = False
+
+
+class _LiveProgress:
+    """A bar and the status line, redrawn in place; events of note scroll by above it."""
+
+    def __init__(self, total_steps: int, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._status = RunStatus(total_steps=total_steps)
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._progress.add_task(self._status.line(), total=total_steps or None)
+        self._progress.start()
+        self._is_open = True
+
+    def on_event(self, event: Event) -> None:
+        self._status.add(event)
+        line = event_line(event)
+        if line is not None:
+            self.note(line)
+        total = self._status.total_steps or None
+        self._progress.update(self._task, description=self._status.line(), completed=self._status.step, total=total)
+
+    def note(self, line: str) -> None:
+        if self._is_open:
+            self._progress.console.print(line, markup=False, highlight=False)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._progress.stop()
+
+
+def _number(event: Event, key: str, default: int) -> int:
+    value = event.get(key)
+    return int(value) if isinstance(value, int | float) else default
+
+
+def _figure(event: Event, key: str) -> str:
+    value = event.get(key)
+    return f"{value:.3f}" if isinstance(value, int | float) else "?"

@@ -1,0 +1,186 @@
+"""The report at the end of a Run, for the terminal: what happened, what it cost, where things are, what to try next.
+
+A pure function of the summary. It prints nothing and reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.summary import AttemptSummary, RunSummary
+
+__all__ = ["duration", "report_text", "size", "sparkline"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 60
+_CAUSES = {
+    "start": "the run began",
+    "resume": "a new driver took over",
+    "join": "new workers joined",
+    "preemption": "a machine was reclaimed",
+    "node-lost": "a machine died",
+    "worker-lost": "a worker process died",
+    "hang": "a worker stopped answering",
+    "collective-error": "communication between workers broke",
+    "user-error": "the training code failed",
+    "corrupt-checkpoint": "a checkpoint was damaged",
+    "storage-error": "the storage did not answer",
+}
+
+
+def report_text(summary: RunSummary, *, url: str, config_path: str = "CONFIG") -> str:
+    """The whole report; ``url`` is the run's root, ``config_path`` fills the commands that it suggests."""
+    blocks = [
+        _headline(summary),
+        _curve(summary),
+        _attempt_table(summary["attempts"]),
+        _costs(summary),
+        _places(summary, url),
+        _next_steps(summary, url, config_path),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def sparkline(values: Sequence[float], width: int = _CURVE_WIDTH) -> str:
+    """``values`` as one row of bars, averaged down to ``width``; NaN and infinities show as an exclamation mark."""
+    finite = [value for value in values if _is_finite(value)]
+    if not finite:
+        return "!" * min(len(values), width)
+    low, high = min(finite), max(finite)
+    buckets = min(width, len(values))
+    row = []
+    for bucket in range(buckets):
+        part = values[bucket * len(values) // buckets : (bucket + 1) * len(values) // buckets]
+        mean = sum(part) / len(part)
+        if not _is_finite(mean):
+            row.append("!")
+        else:
+            level = (mean - low) / (high - low) if high > low else 0.0
+            row.append(_BARS[round(level * (len(_BARS) - 1))])
+    return "".join(row)
+
+
+def duration(seconds: float) -> str:
+    """E.g. ``0.84 s``, ``12.3 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 d 4 h``."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def size(num_bytes: float) -> str:
+    """E.g. ``512 B``, ``61.3 MB``, in steps of 1000."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} PB"
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0
+
+
+def _headline(summary: RunSummary) -> str:
+    lines = [f"Run {summary['run_id']}: {summary['status']} after {_count(summary['steps'], 'step')}"]
+    if summary["exit_reason"]:
+        lines.append(f"  {summary['exit_reason']}")
+    if summary["loss_first"] is not None and summary["loss_last"] is not None:
+        lines.append(
+            f"  loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, {summary['tokens']:,} tokens seen"
+        )
+    return "\n".join(lines)
+
+
+def _curve(summary: RunSummary) -> str:
+    losses = summary["losses"]
+    if len(losses) < 2:
+        return ""
+    first, last = losses[0]["step"], losses[-1]["step"]
+    bars = sparkline([entry["loss"] for entry in losses])
+    sizes = ", ".join(f"{change['size']} from step {change['step']}" for change in summary["world_sizes"])
+    return f"Loss, step {first} to {last}\n  {bars}\nWorkers\n  {sizes}"
+
+
+def _attempt_table(attempts: Sequence[AttemptSummary]) -> str:
+    if not attempts:
+        return ""
+    header = ("attempt", "why", "workers", "continued from", "run again", "back after")
+    rows = [header, *(_attempt_row(attempt) for attempt in attempts)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "What happened\n" + "\n".join(lines)
+
+
+def _attempt_row(attempt: AttemptSummary) -> tuple[str, ...]:
+    source = "" if attempt["restored_from"] == "none" else f", {attempt['restored_from']}"
+    lost = _count(attempt["lost_steps"], "step") if attempt["lost_steps"] else "nothing"
+    back = "-"
+    if attempt["fault_s"] is not None:
+        first = attempt["first_step_s"]
+        back = "no step finished" if first is None else duration(max(0.0, first - attempt["fault_s"]))
+    return (
+        str(attempt["attempt"]),
+        _CAUSES.get(attempt["cause"], attempt["cause"]),
+        str(attempt["world_size"]),
+        f"step {attempt['restored_step']}{source}",
+        lost,
+        back,
+    )
+
+
+def _costs(summary: RunSummary) -> str:
+    goodput = summary["goodput"]
+    total = goodput["total_s"]
+    if total <= 0:
+        return ""
+    rows = [
+        ("training that counts", goodput["productive_s"]),
+        ("work done twice", goodput["lost_work_s"]),
+        ("recovering", goodput["recovery_s"]),
+        ("starting up", goodput["startup_s"]),
+        ("held up by saves", goodput["save_stall_s"]),
+    ]
+    lines = [f"  {name:<22}{duration(value):>12}{value / total:>8.1%}" for name, value in rows]
+    return f"Where {duration(total)} went\n" + "\n".join(lines)
+
+
+def _places(summary: RunSummary, url: str) -> str:
+    commits = summary["commits"]
+    lines = ["Where things are", f"  run          {url}"]
+    if commits:
+        newest = max(commits, key=lambda commit: commit["step"])
+        lines.append(
+            f"  checkpoints  {len(commits)} committed, the newest of step {newest['step']} ({size(newest['bytes'])})"
+        )
+    else:
+        lines.append("  checkpoints  none was committed")
+    if summary["weights_digest"]:
+        lines.append(f"  weights      digest {summary['weights_digest']}")
+    return "\n".join(lines)
+
+
+def _next_steps(summary: RunSummary, url: str, config_path: str) -> str:
+    lines = ["What to try next"]
+    if summary["exit_code"] != 0 and summary["commits"]:
+        lines.append(f"  raysume run {config_path}                      # go on from the newest checkpoint")
+    if summary["commits"]:
+        lines.append(f"  raysume checkpoints list {url}")
+        lines.append(f"  raysume checkpoints verify {url}")
+    if summary["failures"] + summary["preemptions"] == 0:
+        third = max(1, summary["steps"] // 3)
+        chaos = f"kill-node@{third},add-node@{2 * third}"
+        lines.append(f"  raysume run {config_path} run.url=./outputs/chaos --local-nodes 4 --chaos {chaos}")
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

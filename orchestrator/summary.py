@@ -1,0 +1,338 @@
+"""Folds the events of all drivers of a Run into its summary: what `summary.json` holds. Pure: no file, no clock.
+
+Events come in the order they were written. Lines of an older Attempt that arrive late change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypedDict, cast
+
+__all__ = [
+    "AttemptSummary",
+    "CommitSummary",
+    "EvalSummary",
+    "Event",
+    "Goodput",
+    "RunSummary",
+    "StepLoss",
+    "SummaryFold",
+    "WorldSize",
+    "summarize",
+]
+
+Event = Mapping[str, object]
+
+_FAULT_VERBS = frozenset({"kill-node", "kill-worker", "stop-worker", "drain-node"})
+_PLANNED_CAUSES = frozenset({"start", "resume", "join", "leave", "resize"})
+_PREEMPTION = "preemption"
+
+
+class WorldSize(TypedDict):
+    step: int
+    size: int
+
+
+class StepLoss(TypedDict):
+    step: int
+    loss: float
+
+
+class EvalSummary(TypedDict):
+    step: int
+    loss: float
+
+
+class CommitSummary(TypedDict):
+    step: int
+    bytes: int
+    stall_s: float
+    upload_s: float
+
+
+class AttemptSummary(TypedDict):
+    attempt: int
+    cause: str
+    world_size: int
+    fault_s: float | None
+    detected_s: float | None
+    regrouped_s: float | None
+    first_step_s: float | None
+    lost_steps: int
+    restored_step: int
+    restored_from: str
+
+
+class Goodput(TypedDict):
+    total_s: float
+    productive_s: float
+    lost_work_s: float
+    recovery_s: float
+    startup_s: float
+    save_stall_s: float
+
+
+class RunSummary(TypedDict):
+    run_id: str
+    status: str
+    exit_reason: str
+    exit_code: int | None
+    steps: int
+    tokens: int
+    loss_first: float | None
+    loss_last: float | None
+    world_sizes: list[WorldSize]
+    attempts: list[AttemptSummary]
+    commits: list[CommitSummary]
+    weights_digest: str | None
+    sample_digest: str | None
+    goodput: Goodput
+    preemptions: int
+    failures: int
+    evals: list[EvalSummary]
+    losses: list[StepLoss]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    loss: float
+    tokens: int
+    sample_chain: str | None
+    step_s: float
+    world_size: int
+
+
+@dataclass(slots=True)
+class SummaryFold:
+    """Takes events one by one; `result` may be asked for at any time."""
+
+    _run_id: str = ""
+    _status: str = "running"
+    _exit_reason: str = ""
+    _exit_code: int | None = None
+    _weights_digest: str | None = None
+    _last_s: float = 0.0
+    _lost_work_s: float = 0.0
+    _recovery_s: float = 0.0
+    _startup_s: float = 0.0
+    _attempts: list[AttemptSummary] = field(default_factory=list)
+    _steps: dict[int, _Step] = field(default_factory=dict)
+    _evals: dict[int, float] = field(default_factory=dict)
+    _commits: list[CommitSummary] = field(default_factory=list)
+    _node_of_worker: dict[str, str] = field(default_factory=dict)
+    _unmatched_chaos: list[Event] = field(default_factory=list)
+    _faults: list[Event] = field(default_factory=list)
+    _driver_lost_s: float | None = None
+    _driver_back_s: float | None = None
+    _ended_step: int = 0
+
+    def add(self, event: Event) -> None:
+        """Take in one event; unknown ones only move the clock."""
+        self._last_s = max(self._last_s, _float(event, "t_s"))
+        match event.get("event"):
+            case "run_started":
+                self._run_id = self._run_id or _text(event, "run_id")
+            case "driver_started":
+                self._status, self._exit_reason, self._exit_code = "running", "", None
+                self._driver_back_s = _float(event, "t_s")
+            case "worker_ready":
+                self._node_of_worker[_text(event, "worker")] = _text(event, "node_id")
+            case "chaos":
+                self._add_chaos(event)
+            case "fault":
+                self._faults.append(event)
+            case "attempt_started":
+                self._start_attempt(event)
+            case "regrouped" if self._is_current(event):
+                self._attempts[-1]["regrouped_s"] = _float(event, "t_s")
+            case "step" if self._is_current(event):
+                self._add_step(event)
+            case "eval" if self._is_current(event):
+                self._evals[_int(event, "step")] = _float(event, "loss")
+            case "committed":
+                self._commits.append(_commit(event))
+            case "attempt_ended" if self._is_current(event):
+                self._ended_step = _int(event, "last_step")
+            case "run_finished":
+                self._status = _text(event, "status")
+                self._exit_reason = _text(event, "exit_reason")
+                self._exit_code = _int(event, "exit_code")
+                digest = event.get("weights_digest")
+                self._weights_digest = digest if isinstance(digest, str) else None
+
+    def result(self) -> RunSummary:
+        """The summary of all events so far."""
+        history = sorted(self._steps.items())
+        last = history[-1][1] if history else None
+        causes = [attempt["cause"] for attempt in self._attempts[1:]]
+        causes += [_text(fault, "cause") for fault in self._faults[-1:]]  # a fault that ended the run
+        return RunSummary(
+            run_id=self._run_id,
+            status=self._status,
+            exit_reason=self._exit_reason,
+            exit_code=self._exit_code,
+            steps=history[-1][0] if history else 0,
+            tokens=last.tokens if last else 0,
+            loss_first=history[0][1].loss if history else None,
+            loss_last=last.loss if last else None,
+            world_sizes=_size_changes(history),
+            attempts=[attempt.copy() for attempt in self._attempts],
+            commits=list(self._commits),
+            weights_digest=self._weights_digest,
+            sample_digest=last.sample_chain if last else None,
+            goodput=self._goodput(),
+            preemptions=causes.count(_PREEMPTION),
+            failures=sum(cause not in _PLANNED_CAUSES | {_PREEMPTION} for cause in causes),
+            evals=[EvalSummary(step=step, loss=loss) for step, loss in sorted(self._evals.items())],
+            losses=[StepLoss(step=step, loss=value.loss) for step, value in history],
+        )
+
+    def _is_current(self, event: Event) -> bool:
+        return bool(self._attempts) and _int(event, "attempt") == self._attempts[-1]["attempt"]
+
+    def _add_chaos(self, event: Event) -> None:
+        if event.get("verb") == "kill-driver":
+            self._driver_lost_s = _float(event, "t_s")
+        elif event.get("verb") in _FAULT_VERBS:
+            self._unmatched_chaos.append(event)
+
+    def _start_attempt(self, event: Event) -> None:
+        restored_step = _int(event, "restored_step")
+        finished = max([self._ended_step, *self._steps])
+        detected_s = self._detected_s(event)
+        self._attempts.append(
+            AttemptSummary(
+                attempt=_int(event, "attempt"),
+                cause=_text(event, "cause"),
+                world_size=_int(event, "world_size"),
+                fault_s=self._fault_s(event, detected_s),
+                detected_s=detected_s,
+                regrouped_s=None,
+                first_step_s=None,
+                lost_steps=max(0, finished - restored_step, _int(event, "lost_steps")),
+                restored_step=restored_step,
+                restored_from=_text(event, "restored_from") or "none",
+            )
+        )
+        self._forget_after(restored_step)
+        self._faults.clear()
+        self._driver_lost_s = self._driver_back_s = None
+        self._ended_step = 0
+
+    def _detected_s(self, event: Event) -> float | None:
+        detected = event.get("detected_s")
+        if isinstance(detected, int | float):
+            return float(detected)
+        if not self._attempts:
+            return None
+        if self._faults:
+            return _float(self._faults[0], "detected_s") or _float(self._faults[0], "t_s")
+        # Only a new driver goes on without a fault of its own: it found out when it started.
+        return self._driver_back_s if self._driver_back_s is not None else _float(event, "t_s")
+
+    def _fault_s(self, event: Event, detected_s: float | None) -> float | None:
+        """When the trouble really began: the injected fault that explains it, else when it was noticed."""
+        if detected_s is None or not self._attempts:
+            return None
+        if self._driver_lost_s is not None and self._driver_back_s is not None:
+            return self._driver_lost_s
+        if event.get("cause") in _PLANNED_CAUSES:
+            return detected_s
+        nodes = self._nodes_at_fault()
+        earlier = [
+            chaos
+            for chaos in self._unmatched_chaos
+            if _float(chaos, "t_s") <= detected_s and (not nodes or _text(chaos, "node_id") in nodes)
+        ]
+        self._unmatched_chaos = [chaos for chaos in self._unmatched_chaos if chaos not in earlier]
+        if earlier:
+            return min(_float(chaos, "t_s") for chaos in earlier)
+        told = event.get("fault_s")
+        return float(told) if isinstance(told, int | float) else detected_s
+
+    def _nodes_at_fault(self) -> set[str]:
+        nodes: set[str] = set()
+        for fault in self._faults:
+            nodes.update(_texts(fault, "nodes"))
+            nodes.update(self._node_of_worker.get(worker, "") for worker in _texts(fault, "workers"))
+        return nodes - {""}
+
+    def _forget_after(self, step: int) -> None:
+        self._lost_work_s += sum(value.step_s for number, value in self._steps.items() if number > step)
+        self._steps = {number: value for number, value in self._steps.items() if number <= step}
+        self._evals = {number: loss for number, loss in self._evals.items() if number <= step}
+
+    def _add_step(self, event: Event) -> None:
+        attempt = self._attempts[-1]
+        step_s = _float(event, "step_s")
+        if attempt["first_step_s"] is None:
+            first_step_s = attempt["first_step_s"] = _float(event, "t_s")
+            began_s = max(0.0, first_step_s - step_s)
+            if attempt["fault_s"] is None:
+                self._startup_s += began_s
+            else:
+                self._recovery_s += max(0.0, began_s - attempt["fault_s"])
+        chain = event.get("sample_chain")
+        self._steps[_int(event, "step")] = _Step(
+            loss=_float(event, "loss"),
+            tokens=_int(event, "tokens"),
+            sample_chain=chain if isinstance(chain, str) else None,
+            step_s=step_s,
+            world_size=_int(event, "world_size") or attempt["world_size"],
+        )
+
+    def _goodput(self) -> Goodput:
+        return Goodput(
+            total_s=self._last_s,
+            productive_s=sum(value.step_s for value in self._steps.values()),
+            lost_work_s=self._lost_work_s,
+            recovery_s=self._recovery_s,
+            startup_s=self._startup_s,
+            save_stall_s=sum(commit["stall_s"] for commit in self._commits),
+        )
+
+
+def summarize(events: Iterable[Event]) -> RunSummary:
+    """The summary of a whole event log."""
+    fold = SummaryFold()
+    for event in events:
+        fold.add(event)
+    return fold.result()
+
+
+def _commit(event: Event) -> CommitSummary:
+    return CommitSummary(
+        step=_int(event, "step"),
+        bytes=_int(event, "bytes"),
+        stall_s=_float(event, "stall_s"),
+        upload_s=_float(event, "upload_s"),
+    )
+
+
+def _size_changes(history: list[tuple[int, _Step]]) -> list[WorldSize]:
+    changes: list[WorldSize] = []
+    for step, value in history:
+        if not changes or changes[-1]["size"] != value.world_size:
+            changes.append(WorldSize(step=step, size=value.world_size))
+    return changes
+
+
+def _int(event: Event, key: str) -> int:
+    value = event.get(key)
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _float(event: Event, key: str) -> float:
+    value = event.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _text(event: Event, key: str) -> str:
+    value = event.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _texts(event: Event, key: str) -> list[str]:
+    value = event.get(key)
+    return [item for item in cast("list[object]", value) if isinstance(item, str)] if isinstance(value, list) else []
