@@ -1,0 +1,268 @@
+"""The Keeper as a detached Ray actor, one per Run and node: how it is found, made, replaced, reached, and how it ends.
+
+A thin shell: everything it does is storage.keeper's. The only file of storage that imports ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import ray
+import xxhash
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from storage.arena import arena_directory
+from storage.config import CheckpointConfig
+from storage.errors import StorageError
+from storage.keeper import Keeper
+from storage.keeper_protocol import (
+    KEEPER_PROTOCOL_VERSION,
+    BufferLease,
+    KeeperGreeting,
+    KeeperStatus,
+    LeaseRequest,
+    SealedSnapshot,
+)
+from storage.keys import Attempt
+from storage.manifest import Receipt
+from storage.open_store import open_store
+
+__all__ = ["NAMESPACE", "CoordinatorSink", "KeeperActor", "KeeperClient", "ensure_keeper", "keeper_name"]
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE: Final = "raysume"
+_NUM_THREADS: Final = 16
+_CLAIM_TIMEOUT_S: Final = 10.0
+_POLL_S: Final = 0.1
+
+
+def keeper_name(run_id: str, node_id: str) -> str:
+    """Name of the actor, unique per Run and node in the namespace."""
+    return f"raysume-keeper-{run_id}-{node_id[:16]}"
+
+
+class CoordinatorSink:
+    """Delivers to the coordinator of whatever driver is alive now: looked up anew for each call."""
+
+    def __init__(self, coordinator_name: str, timeout_s: float = 10.0) -> None:
+        self.coordinator_name = coordinator_name
+        self._timeout_s = timeout_s
+
+    def deliver(self, receipt: Receipt) -> bool:
+        return self._call(lambda coordinator: coordinator.deliver.remote(receipt))
+
+    def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
+        return self._call(lambda coordinator: coordinator.report_failed.remote(attempt, step, rank, reason))
+
+    def _call(self, send: Callable[[Any], Any]) -> bool:
+        try:
+            coordinator = ray.get_actor(self.coordinator_name, namespace=NAMESPACE)
+            return bool(ray.get(send(coordinator), timeout=self._timeout_s))
+        except (ValueError, RayError) as error:  # get_actor raises ValueError where there is no such actor
+            logger.warning("coordinator %s cannot be reached: %s", self.coordinator_name, error)
+            return False
+
+
+class KeeperActor:
+    """The shell round a Keeper. Ends its process when no driver has renewed it for its time to live."""
+
+    def __init__(
+        self,
+        run_id: str,
+        node_id: str,
+        root_url: str,
+        config: CheckpointConfig,
+        identity: str,
+        coordinator_name: str,
+        ttl_s: float,
+    ) -> None:
+        self._sink = CoordinatorSink(coordinator_name)
+        self._keeper = self._start(run_id, node_id, root_url, config, identity)
+        self._keeper.renew(ttl_s)
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch, args=(min(1.0, ttl_s / 4),), name="keeper-watch", daemon=True).start()
+
+    def greet(self) -> KeeperGreeting:
+        return self._keeper.greet()
+
+    def lease_buffer(self, request: LeaseRequest) -> BufferLease | None:
+        return self._keeper.lease_buffer(request)
+
+    def seal(self, snapshot: SealedSnapshot) -> None:
+        self._keeper.seal(snapshot)
+
+    def release(self, lease_ids: Sequence[str]) -> None:
+        self._keeper.release(lease_ids)
+
+    def status(self) -> KeeperStatus:
+        return self._keeper.status()
+
+    def renew(self, ttl_s: float) -> None:
+        self._keeper.renew(ttl_s)
+
+    def attend(self, coordinator_name: str, ttl_s: float) -> None:
+        """A new driver took over: Receipts go to its coordinator from now on."""
+        self._sink.coordinator_name = coordinator_name
+        self._keeper.renew(ttl_s)
+
+    def forget_attempts_before(self, number: int) -> None:
+        self._keeper.forget_attempts_before(number)
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._keeper.flush(timeout_s)
+
+    def close(self) -> None:
+        """Remove the arena; the caller kills the actor next."""
+        self._is_closed.set()
+        self._keeper.close()
+
+    def _start(self, run_id: str, node_id: str, root_url: str, config: CheckpointConfig, identity: str) -> Keeper:
+        until = time.monotonic() + _CLAIM_TIMEOUT_S
+        store = open_store(root_url, config.store)
+        while True:
+            try:
+                return Keeper(
+                    run_id, node_id, store, self._sink, config, arena_directory(run_id, node_id), build_digest=identity
+                )
+            except StorageError:  # a Keeper killed a moment ago may not be gone yet
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(_POLL_S)
+
+    def _watch(self, every_s: float) -> None:
+        while not self._is_closed.wait(every_s):
+            if self._keeper.is_expired:
+                logger.warning("no driver renewed this Keeper: it removes its arena and ends")
+                self._keeper.close()
+                os._exit(0)  # a detached actor has no owner to end it; nothing is left to run down
+
+
+class KeeperClient:
+    """The Keeper's actor handle as a KeeperPort: plain calls with a timeout, errors of the storage package."""
+
+    def __init__(self, handle: Any, timeout_s: float = 30.0) -> None:
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    def lease_buffer(self, request: LeaseRequest) -> BufferLease | None:
+        lease: BufferLease | None = self._get(self._handle.lease_buffer.remote(request), "lease_buffer")
+        return lease
+
+    def seal(self, snapshot: SealedSnapshot) -> None:
+        self._get(self._handle.seal.remote(snapshot), "seal")
+
+    def release(self, lease_ids: Sequence[str]) -> None:
+        self._get(self._handle.release.remote(tuple(lease_ids)), "release")
+
+    def status(self) -> KeeperStatus:
+        status: KeeperStatus = self._get(self._handle.status.remote(), "status")
+        return status
+
+    def _get(self, reference: Any, verb: str) -> Any:
+        try:
+            return ray.get(reference, timeout=self._timeout_s)
+        except RayTaskError as error:
+            if isinstance(error.cause, StorageError):
+                raise error.cause from None  # Ray's wrapper would hide the type and holds a traceback
+            raise StorageError(f"Keeper: {verb} failed: {error}") from error
+        except RayError as error:
+            raise StorageError(
+                f"Keeper: no answer to {verb} within {self._timeout_s:g} s: {type(error).__name__}: {error}"
+            ) from error
+
+
+def ensure_keeper(
+    *,
+    node_id: str,
+    run_id: str,
+    root_url: str,
+    config: CheckpointConfig,
+    build_digest: str,
+    coordinator_name: str,
+    ttl_s: float = 120.0,
+    timeout_s: float = 60.0,
+) -> Any:
+    """Handle of the node's Keeper: the living one when its protocol, build and settings are ours, else a new one.
+
+    A Keeper that does not fit is flushed for a part of ``timeout_s`` and killed. Raises StorageError when time is up.
+    """
+    until = time.monotonic() + timeout_s
+    name = keeper_name(run_id, node_id)
+    settings = xxhash.xxh3_64_hexdigest(f"{root_url}\n{config.model_dump_json()}".encode())
+    identity = f"{build_digest}/{settings}"
+    while True:
+        existing = _find(name)
+        if existing is not None:
+            if _adopt(existing, identity, coordinator_name, ttl_s, _left(until)):
+                return existing
+            _retire(existing, name, _left(until) / 2)
+        try:
+            handle = _create(name, node_id, (run_id, node_id, root_url, config, identity, coordinator_name, ttl_s))
+            greeting = ray.get(handle.greet.remote(), timeout=_left(until))
+        except ValueError as error:  # the name is still taken: by one being killed, or by another caller's Keeper
+            if time.monotonic() >= until:
+                raise StorageError(f"node {node_id}: the name {name} of its Keeper stays taken: {error}") from error
+            time.sleep(_POLL_S)
+            continue
+        except RayError as error:
+            raise StorageError(f"node {node_id}: its Keeper did not start within {timeout_s:g} s: {error}") from error
+        logger.info("run %s: Keeper of node %s started, pid %d", run_id, node_id, greeting.pid)
+        return handle
+
+
+def _create(name: str, node_id: str, arguments: tuple[Any, ...]) -> Any:
+    return (
+        ray.remote(KeeperActor)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=_NUM_THREADS,
+            max_restarts=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+        )
+        .remote(*arguments)
+    )
+
+
+def _find(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _adopt(handle: Any, identity: str, coordinator_name: str, ttl_s: float, timeout_s: float) -> bool:
+    """Greet a Keeper that was here before; True when it fits and listens to this driver now."""
+    try:
+        greeting: KeeperGreeting = ray.get(handle.greet.remote(), timeout=min(10.0, timeout_s))
+        if (greeting.protocol_version, greeting.build_digest) != (KEEPER_PROTOCOL_VERSION, identity):
+            return False
+        ray.get(handle.attend.remote(coordinator_name, ttl_s), timeout=min(10.0, timeout_s))
+    except RayError as error:
+        logger.warning("a Keeper does not answer and is replaced: %s", type(error).__name__)
+        return False
+    return True
+
+
+def _retire(handle: Any, name: str, timeout_s: float) -> None:
+    try:
+        if not ray.get(handle.flush.remote(timeout_s / 2), timeout=timeout_s):
+            logger.warning("%s: replaced although not everything it holds is durable", name)
+        ray.get(handle.close.remote(), timeout=timeout_s)
+    except RayError as error:
+        logger.warning("%s: replaced without a flush: %s", name, type(error).__name__)
+    ray.kill(handle, no_restart=True)
+
+
+def _left(until: float) -> float:
+    return max(1.0, until - time.monotonic())
