@@ -1,0 +1,95 @@
+"""Bytes to bytes: digests, and the lossless encodings of one frame.
+
+Decoding is bounded: nothing larger than the size that the index promises is ever allocated, whatever the stored bytes
+claim of themselves. Where the bytes come from, and what they mean, is not known here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+import numpy as np
+import xxhash
+import zstandard
+
+__all__ = ["Buffer", "CodecError", "Encoding", "decode", "digest64", "digest128", "encode"]
+
+Buffer = bytes | bytearray | memoryview
+Encoding = Literal["raw", "zstd", "shuffle-zstd"]
+
+
+class CodecError(ValueError):
+    """Stored bytes do not decode to exactly what was promised."""
+
+
+def digest64(data: Buffer) -> str:
+    """xxh3_64 as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def digest128(data: Buffer) -> str:
+    """xxh3_128 as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def encode(raw: Buffer, itemsize: int, encoding: Encoding, level: int) -> bytes:
+    """The stored form of ``raw``, whose elements are ``itemsize`` bytes wide. ``level`` is zstd's."""
+    match encoding:
+        case "raw":
+            return bytes(raw)
+        case "zstd":
+            return zstandard.ZstdCompressor(level=level).compress(raw)
+        case "shuffle-zstd":
+            return zstandard.ZstdCompressor(level=level).compress(_shuffled(raw, itemsize))
+        case _:
+            assert_never(encoding)
+
+
+def decode(stored: Buffer, raw_bytes: int, itemsize: int, encoding: Encoding) -> bytes | memoryview:
+    """The inverse of `encode`. Raises CodecError unless the result is exactly ``raw_bytes`` long."""
+    match encoding:
+        case "raw":
+            if len(stored) != raw_bytes:
+                raise CodecError(f"{len(stored)} stored bytes, expected {raw_bytes}")
+            return bytes(stored)
+        case "zstd":
+            return _decompressed(stored, raw_bytes)
+        case "shuffle-zstd":
+            return _unshuffled(_decompressed(stored, raw_bytes), itemsize)
+        case _:
+            assert_never(encoding)
+
+
+def _decompressed(stored: Buffer, raw_bytes: int) -> bytes:
+    try:
+        # zstd allocates what the stored header claims, so the claim is checked first.
+        claimed = zstandard.get_frame_parameters(stored).content_size
+        if claimed != raw_bytes:
+            raise CodecError(f"stored bytes claim to hold {claimed} bytes, expected {raw_bytes}")
+        raw = zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"not decodable: {error}") from error
+    if len(raw) != raw_bytes:
+        raise CodecError(f"decoded to {len(raw)} bytes, expected {raw_bytes}")
+    return raw
+
+
+def _shuffled(raw: Buffer, itemsize: int) -> Buffer:
+    """All first bytes of the elements, then all second bytes, and so on: exponents beside exponents compress."""
+    if itemsize == 1:
+        return raw
+    elements = _elements(raw, itemsize)
+    return np.ascontiguousarray(elements.T).reshape(-1).data
+
+
+def _unshuffled(planes: bytes, itemsize: int) -> bytes | memoryview:
+    if itemsize == 1:
+        return planes
+    return np.ascontiguousarray(_elements(planes, itemsize).reshape(itemsize, -1).T).reshape(-1).data
+
+
+def _elements(raw: Buffer, itemsize: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    flat = np.frombuffer(raw, dtype=np.uint8)
+    if itemsize < 1 or flat.size % itemsize:
+        raise CodecError(f"{flat.size} bytes are not a whole number of {itemsize}-byte elements")
+    return flat.reshape(-1, itemsize)
