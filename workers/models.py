@@ -112,9 +112,9 @@ def _has_mark(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0:
         return False
     if tensor.dtype == torch.bool:
-        return bool((tensor.view(torch.uint8) == _BOOL_SENTINEL).any())
+        return bool((tensor.view(torch.uint8) == _BOOL_SENTINEL).all())
     if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
+        return bool(tensor.isnan().all())
     return bool((tensor == _integer_mark(tensor.dtype)).all())
 
 
