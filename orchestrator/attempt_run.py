@@ -1,0 +1,294 @@
+"""One Attempt from the start of its World to its end: watch outcomes, heartbeats and nodes; order Leaves; on a fault,
+fence the suspects and free the survivors.
+
+How an Attempt ended is a value (`AttemptEnd`); what follows from it is the controller's and the policies' business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from orchestrator.config import RunConfig
+from orchestrator.coordinator_client import CoordinatorClient
+from orchestrator.decisions import Leave, Stop
+from orchestrator.failure_policy import AttemptFacts, Fault, classify
+from orchestrator.fencing import Reckoning, reckon
+from orchestrator.heartbeats import Hang, Pulse, judge
+from orchestrator.recorder import Recorder
+from orchestrator.scaling_policy import decide_leave
+from orchestrator.states import State
+from orchestrator.worker_group import WorkerGroup
+from workers.contract import AttemptSpec, Heartbeat, Outcome, OutcomeKind, Phase, World
+
+__all__ = ["AttemptEnd", "AttemptRun", "Broken", "Finished", "Left"]
+
+_log = logging.getLogger(__name__)
+_BUSY_PHASES = frozenset({Phase.STARTING, Phase.IDLE, Phase.FORMING, Phase.LOADING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Every rank trained to the last step."""
+
+    weights_digest: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Every rank left at ``step`` by Order. ``stop``: the Run is to end with this, else regroup for ``cause``."""
+
+    step: int
+    cause: str
+    reason: str
+    detected_at_s: float
+    stop: Stop | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """The World broke. ``detected_at_s``: Unix time of the first sign."""
+
+    fault: Fault
+    facts: AttemptFacts
+    detected_at_s: float
+
+
+AttemptEnd = Finished | Left | Broken
+
+
+@dataclass(slots=True, kw_only=True)
+class _Vitals:
+    """Outstanding and newest heartbeat of one member."""
+
+    ref: Any = None
+    beat: Heartbeat | None = None
+    asked_at: float = 0.0
+    answered_at: float = field(default_factory=time.monotonic)
+
+
+class AttemptRun:
+    """Watches one World. `run` blocks until the Attempt has ended; every wait inside is bounded by a limit."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        group: WorkerGroup,
+        coordinator: CoordinatorClient,
+        config: RunConfig,
+        recorder: Recorder,
+        tick: Callable[[], None],
+        draining: Callable[[], frozenset[str]],
+        living: Callable[[], frozenset[str]],
+        asked_to_stop: Callable[[], Stop | None],
+        move: Callable[[State], None],
+    ) -> None:
+        self._world = world
+        self._group = group
+        self._coordinator = coordinator
+        self._config = config
+        self._recorder = recorder
+        self._tick = tick
+        self._draining = draining
+        self._living = living
+        self._asked_to_stop = asked_to_stop
+        self._move = move
+        self._refs: dict[Any, str] = {}
+        self._outcomes: dict[str, Outcome] = {}
+        self._gone: dict[str, str] = {}
+        self._hangs: tuple[Hang, ...] = ()
+        self._vitals = {member.worker_id: _Vitals() for member in world.members}
+        self._is_formed = False
+        self._leave: Leave | None = None
+        self._leave_at = 0.0
+        self._leave_wall_s = 0.0
+        self._stop: Stop | None = None
+
+    def run(self, specs: Mapping[str, AttemptSpec]) -> AttemptEnd:
+        self._group.set_members(list(specs))
+        self._refs = self._group.start_attempt(specs, self._coordinator.actor)
+        while True:
+            if self._refs:
+                self._take_outcomes(self._config.failure.poll_s)
+            self._tick()
+            end = self._verdict()
+            if end is not None:
+                self._recorder.emit(
+                    "attempt_ended",
+                    attempt=self._world.attempt,
+                    last_step=self._recorder.newest_step,
+                    reason=type(end).__name__.lower(),
+                )
+                return end
+            self._beat()
+            self._consider_leaving()
+
+    # -- what the members say ---------------------------------------------------------------------------------------
+
+    def _take_outcomes(self, timeout_s: float) -> None:
+        ready, _ = ray.wait(list(self._refs), num_returns=1, timeout=timeout_s)
+        for ref in ready:
+            worker_id = self._refs.pop(ref)
+            try:
+                outcome: Outcome | None = ray.get(ref)
+            except ray.exceptions.RayActorError as error:
+                self._gone[worker_id] = type(error).__name__
+                continue
+            if outcome is None:
+                self._refs[self._group.await_outcome(worker_id, self._world.attempt)] = worker_id
+                continue
+            self._outcomes[worker_id] = outcome
+            self._recorder.saw_step(outcome.last_step)
+
+    def _verdict(self) -> AttemptEnd | None:
+        """How the Attempt ended, or None while it goes on."""
+        kinds = {outcome.kind for outcome in self._outcomes.values()}
+        lost_nodes = {m.node_id for m in self._world.members} - self._living()
+        if self._gone or OutcomeKind.FAILED in kinds or lost_nodes or self._hangs:
+            return self._recover()
+        if len(self._outcomes) < self._world.size:
+            return None
+        if kinds == {OutcomeKind.FINISHED}:
+            digests = [o.weights_digest for o in self._outcomes.values() if o.weights_digest is not None]
+            return Finished(weights_digest=digests[0] if digests else None)
+        step = max(outcome.last_step for outcome in self._outcomes.values())
+        leave = self._leave or Leave(cause="join", reason="ranks left")
+        self._recorder.emit("left", attempt=self._world.attempt, step=step)
+        return Left(
+            step=step, cause=leave.cause, reason=leave.reason, detected_at_s=self._leave_wall_s, stop=self._stop
+        )
+
+    # -- heartbeats -------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        for worker_id, vitals in self._vitals.items():
+            if worker_id in self._outcomes or worker_id in self._gone:
+                continue
+            self._collect(worker_id, vitals, now)
+            if vitals.ref is None and now - vitals.asked_at >= self._interval_s():
+                vitals.ref, vitals.asked_at = self._group.heartbeat(worker_id), now
+        if not self._is_formed:
+            self._note_formed()
+        waiting = {w: v for w, v in self._vitals.items() if w not in self._outcomes}
+        pulses = {
+            w: Pulse(beat=v.beat, silent_s=now - v.answered_at if v.ref is not None else 0.0)
+            for w, v in waiting.items()
+        }
+        self._hangs = judge(pulses, self._config.failure)
+        for hang in self._hangs:
+            _log.warning("worker %s hangs: %s", hang.worker_id, hang.detail)
+
+    def _interval_s(self) -> float:
+        return self._config.failure.poll_s if not self._is_formed else 4 * self._config.failure.poll_s
+
+    def _collect(self, worker_id: str, vitals: _Vitals, now: float) -> None:
+        if vitals.ref is None:
+            vitals.answered_at = now
+            return
+        ready, _ = ray.wait([vitals.ref], timeout=0)
+        if not ready:
+            return
+        ref, vitals.ref, vitals.answered_at = vitals.ref, None, now
+        try:
+            vitals.beat = ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            self._gone.setdefault(worker_id, type(error).__name__)
+
+    def _note_formed(self) -> None:
+        beats = [vitals.beat for vitals in self._vitals.values()]
+        attempt = self._world.attempt
+        are_past_loading = all(b is not None and b.attempt == attempt and b.phase not in _BUSY_PHASES for b in beats)
+        self._is_formed = are_past_loading or self._recorder.steps_this_attempt > 0
+        if self._is_formed:
+            self._recorder.emit("regrouped", attempt=attempt, world_size=self._world.size)
+            if self._leave is None:
+                self._move(State.RUNNING)
+
+    # -- planned leaves ---------------------------------------------------------------------------------------------
+
+    def _consider_leaving(self) -> None:
+        if self._leave is not None:
+            if time.monotonic() - self._leave_at > self._config.failure.leaving_s:
+                late = [w for w in self._vitals if w not in self._outcomes]
+                limit = self._config.failure.leaving_s
+                self._hangs = tuple(Hang(worker_id=w, detail=f"did not leave within {limit:g} s") for w in late)
+            return
+        stop = self._asked_to_stop()
+        if stop is not None:
+            self._stop = stop
+            self._order_leave(Leave(cause="stop", reason=stop.reason))
+            return
+        if not self._is_formed:
+            return
+        decision = decide_leave(
+            self._group.views(self._draining()),
+            self._config.world,
+            steps_left=self._config.run.steps - self._recorder.newest_step_this_attempt,
+            is_someone_starting=self._group.is_someone_starting,
+        )
+        if isinstance(decision, Leave):
+            self._order_leave(decision)
+
+    def _order_leave(self, leave: Leave) -> None:
+        self._leave, self._leave_at, self._leave_wall_s = leave, time.monotonic(), time.time()
+        self._coordinator.submit_leave(leave.reason)
+        self._recorder.emit("decision", attempt=self._world.attempt, decision="leave", reason=leave.reason)
+        _log.info("leave ordered: %s", leave.reason)
+        self._move(State.LEAVING)
+
+    # -- faults -----------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> Broken | Left:
+        """Fence what is suspect, free what lives, and say what happened."""
+        detected_at_s = time.time()
+        self._move(State.RECOVERING)
+        reckoning: Reckoning = reckon(
+            world=self._world,
+            group=self._group,
+            living=self._living(),
+            gone=frozenset(self._gone),
+            hung=frozenset(hang.worker_id for hang in self._hangs),
+            settle_s=self._config.failure.settle_s,
+        )
+        self._drain_outcomes(reckoning)
+        facts = AttemptFacts(
+            outcomes=tuple(self._outcomes.values()),
+            lost_workers=reckoning.lost_workers,
+            lost_nodes=reckoning.lost_nodes,
+            hung_workers=tuple(hang.worker_id for hang in self._hangs),
+            draining_nodes=self._draining(),
+        )
+        self._tick()
+        fault = classify(facts)
+        self._recorder.emit(
+            "fault",
+            attempt=self._world.attempt,
+            cause=fault.kind.value,
+            nodes=list(facts.lost_nodes),
+            workers=list(facts.lost_workers),
+            detail="; ".join([fault.detail, *(hang.detail for hang in self._hangs)]),
+            detected_at_s=detected_at_s,
+        )
+        _log.warning("fault: %s: %s", fault.kind.value, fault.detail)
+        return Broken(fault=fault, facts=facts, detected_at_s=detected_at_s)
+
+    def _drain_outcomes(self, reckoning: Reckoning) -> None:
+        """Survivors were freed, so their outcomes are at hand; the lost ones will never come."""
+        wanted = {ref: w for ref, w in self._refs.items() if w in reckoning.survivors}
+        ready, _ = ray.wait(list(wanted), num_returns=len(wanted), timeout=1.0) if wanted else ([], [])
+        for ref in ready:
+            try:
+                outcome = ray.get(ref)
+            except ray.exceptions.RayActorError as error:
+                self._gone[wanted[ref]] = type(error).__name__
+                continue
+            if outcome is not None:
+                self._outcomes[wanted[ref]] = outcome
+                self._recorder.saw_step(outcome.last_step)

@@ -1,0 +1,124 @@
+"""The committer: everything the coordinator writes to or asks of the store, in one place without threads or ray.
+
+Order of a Commit: Shards are durable before their Receipts exist; then the Manifest; then, last, the Commit record.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+from storage.commit_log import CommitLog
+from storage.merge import merge_receipts
+from storage.restore import plan_restore
+from storage.retention import choose_deletions
+from storage.sweeper import sweep
+
+from storage.config import CheckpointConfig
+from storage.keys import Attempt, StepKey
+from storage.manifest import AttemptRecord, Commit, LedgerRange, Receipt
+from storage.object_store import ObjectStore
+from storage.open_store import open_store
+from storage.sources import RestorePlan
+
+__all__ = ["CommittedStep", "Committer"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStep:
+    key: StepKey
+    stored_bytes: int
+
+
+class Committer:
+    """Owns the Run's CommitLog for one driver."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        store: ObjectStore,
+        config: CheckpointConfig,
+        metadata: dict[str, JsonValue],
+        now_utc: Callable[[], str],
+    ) -> None:
+        self._run_id = run_id
+        self._store = store
+        self._config = config
+        self._metadata = metadata
+        self._now_utc = now_utc
+        self._log = CommitLog(store, run_id)
+
+    def commit(
+        self,
+        receipts: Sequence[Receipt],
+        *,
+        base_step: int,
+        loss: float | None,
+        metric: float | None,
+        ledger: tuple[int, str] | None,
+    ) -> CommittedStep:
+        """Merge the Receipts of one step, write its Manifest, then its Commit.
+
+        Raises CommitRefused or StoreUnavailable.
+        """
+        first = receipts[0]
+        manifest = merge_receipts(
+            receipts,
+            time_utc=self._now_utc(),
+            metadata=self._metadata,
+            ledger=None if ledger is None else LedgerRange(position=ledger[0], sample_chain=ledger[1]),
+        )
+        key, num_bytes, digest = self._log.write_manifest(manifest)
+        self._log.append(
+            Commit(
+                run_id=self._run_id,
+                step=first.step,
+                attempt=AttemptRecord.of(first.attempt.value()),
+                base_step=base_step,
+                time_utc=self._now_utc(),
+                manifest_key=key,
+                manifest_bytes=num_bytes,
+                manifest_digest=digest,
+                stored_bytes=manifest.stored_bytes,
+                loss=loss,
+                metric=metric,
+            )
+        )
+        _log.info(
+            "committed step %d of attempt %s: %d bytes",
+            first.step,
+            manifest.step_key.attempt.label,
+            manifest.stored_bytes,
+        )
+        return CommittedStep(key=manifest.step_key, stored_bytes=manifest.stored_bytes)
+
+    def retain(self) -> None:
+        """Un-commit and delete what retention does not keep."""
+        commits = self._log.commits()
+        scored = [commit for commit in commits if commit.metric is not None]
+        best = min(scored, key=lambda commit: commit.metric or 0.0, default=None)
+        doomed = choose_deletions(commits, self._config.keep, best)
+        if doomed:
+            sweep(self._store, self._log, doomed)
+
+    def choose_plan(
+        self, attempt: Attempt, step: int | None, allow_partial: bool, url: str | None
+    ) -> tuple[RestorePlan | None, list[tuple[StepKey, str, str]]]:
+        """The RestorePlan for ``attempt``, and the Checkpoints quarantined while choosing. ``url``: another Run's."""
+        log = self._log
+        if url is not None:
+            log = CommitLog(open_store(url, self._config.store), None)
+        before = set(log.quarantined())
+        plan = plan_restore(log, attempt=attempt, step=step, allow_partial=allow_partial)
+        after = log.quarantined()
+        found = [(key, record.key, record.reason) for key, record in after.items() if key not in before]
+        return plan, found
+
+    def quarantine(self, key: StepKey, object_key: str, reason: str) -> None:
+        """Never read ``key`` again."""
+        self._log.quarantine(key, object_key, reason, self._now_utc())

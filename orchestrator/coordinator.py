@@ -1,0 +1,276 @@
+"""The coordinator: asks the save policy, issues Orders, merges Receipts and is the only writer of Commits.
+
+A plain class; `coordinator_actor` makes it remote. It never asks a rank or a Keeper anything: all comes to it. Slow
+work (merging, writing, sweeping) runs on one committer thread, so `exchange` and `deliver` answer at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from orchestrator.committer import CommittedStep, Committer
+from orchestrator.pending_saves import PendingSaves
+from orchestrator.save_policy import SaveFacts, decide_save
+from orchestrator.signals import (
+    Committed,
+    Evaluated,
+    Quarantined,
+    SaveBound,
+    SaveFailed,
+    SaveSkipped,
+    Signal,
+    StepFinished,
+)
+from storage.config import CheckpointConfig
+from storage.errors import CommitRefused, StorageError
+from storage.keys import Attempt, StepKey
+from storage.manifest import Receipt
+from storage.sources import RestorePlan
+from workers.contract import ExchangeReply, ExchangeRequest, Order, OrderKind
+
+__all__ = ["Coordinator"]
+
+_log = logging.getLogger(__name__)
+_MAX_SIGNALS = 20_000  # the controller drains several times a second; past this the oldest step reports are dropped
+
+
+class Coordinator:
+    """One per driver. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        committer: Committer,
+        config: CheckpointConfig,
+        total_steps: int,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._committer = committer
+        self._config = config
+        self._total_steps = total_steps
+        self._monotonic = monotonic
+        self._lock = threading.Condition()
+        self._attempt: Attempt | None = None
+        self._base_step = 0
+        self._pending = PendingSaves()
+        self._signals: deque[Signal] = deque(maxlen=_MAX_SIGNALS)
+        self._order: Order | None = None
+        self._num_orders = 0
+        self._reasons: dict[int, str] = {0: "cadence"}
+        self._newest_step = 0
+        self._losses: dict[int, float] = {}
+        self._metrics: dict[int, float] = {}
+        self._ledgers: dict[int, tuple[int, str]] = {}
+        self._last_save_at = monotonic()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="committer")
+
+    # -- the controller's calls -------------------------------------------------------------------------------------
+
+    def begin_attempt(self, attempt: Attempt, *, world_size: int, base_step: int) -> None:
+        """Fence off every older Attempt: its Orders, reports and Receipts are refused from here on."""
+        with self._lock:
+            if self._attempt is not None and attempt.number <= self._attempt.number:
+                raise CommitRefused(f"attempt {attempt.label} does not rise above {self._attempt.label}")
+            self._attempt = attempt
+            self._base_step = base_step
+            self._order = None
+            self._newest_step = base_step
+            self._last_save_at = self._monotonic()
+            self._pending.begin(world_size)
+            self._lock.notify_all()
+
+    def submit_leave(self, reason: str) -> int:
+        """Order all ranks to snapshot and leave as soon as they can; returns the Order's number."""
+        with self._lock:
+            return self._issue(OrderKind.LEAVE, reason).number
+
+    def submit_snapshot(self, reason: str) -> int:
+        """Order a Snapshot on demand."""
+        with self._lock:
+            return self._issue(OrderKind.SNAPSHOT, reason).number
+
+    def drain_signals(self) -> tuple[Signal, ...]:
+        """Everything observed since the last call, in order."""
+        with self._lock:
+            signals = tuple(self._signals)
+            self._signals.clear()
+            return signals
+
+    def wait_settled(self, step: int | None, timeout_s: float) -> bool:
+        """Wait until the save of ``step`` (None: every pending save) is committed or given up. False on time-out."""
+        deadline = self._monotonic() + timeout_s
+        with self._lock:
+            while not self._pending.is_settled(step):
+                left = deadline - self._monotonic()
+                if left <= 0:
+                    return False
+                self._lock.wait(left)
+            return True
+
+    def has_committed(self, step: int) -> bool:
+        """True when this driver's present Attempt committed ``step``."""
+        with self._lock:
+            return step in self._pending.committed
+
+    def pending(self) -> dict[int, tuple[int, ...]]:
+        """Steps under way and, for each, the ranks whose Receipt is missing."""
+        with self._lock:
+            return self._pending.missing()
+
+    def choose_plan(
+        self, attempt: Attempt, step: int | None, allow_partial: bool, url: str | None
+    ) -> RestorePlan | None:
+        """The one answer to where ``attempt`` goes on. Bad Checkpoints met on the way are quarantined and signalled."""
+        plan, quarantined = self._committer.choose_plan(attempt, step, allow_partial, url)
+        with self._lock:
+            for key, object_key, reason in quarantined:
+                self._signals.append(Quarantined(attempt=attempt, step=key.step, key=object_key, reason=reason))
+        return plan
+
+    def quarantine(self, key: StepKey, object_key: str, reason: str) -> None:
+        """Take a Checkpoint that a rank could not read out of use, for good."""
+        self._committer.quarantine(key, object_key, reason)
+        with self._lock:
+            attempt = self._attempt or key.attempt
+            self._signals.append(Quarantined(attempt=attempt, step=key.step, key=object_key, reason=reason))
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finish what the committer thread holds."""
+        done = self._executor.submit(lambda: None)
+        done.result(timeout=timeout_s)
+        self._executor.shutdown(wait=False)
+
+    # -- rank 0's call ----------------------------------------------------------------------------------------------
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        """Take rank 0's news, give the newest Order. An older Attempt learns that it is no longer current."""
+        with self._lock:
+            if self._attempt != request.attempt:
+                return ExchangeReply(attempt=request.attempt, order=None, settled_steps=(), is_current=False)
+            self._take_news(request)
+            self._consult_policy()
+            settled = self._pending.settled_steps()
+            return ExchangeReply(attempt=request.attempt, order=self._order, settled_steps=settled, is_current=True)
+
+    def _take_news(self, request: ExchangeRequest) -> None:
+        for report in request.reports:
+            self._newest_step = max(self._newest_step, report.step)
+            self._losses[report.step] = report.loss
+            self._ledgers[report.step] = (report.position, report.sample_chain)
+            self._signals.append(StepFinished(attempt=request.attempt, report=report))
+        for evaluation in request.evals:
+            self._metrics[evaluation.step] = evaluation.loss
+            self._signals.append(Evaluated(attempt=request.attempt, report=evaluation))
+        for bound in request.bound:
+            self._pending.expect(bound.step)
+            self._last_save_at = self._monotonic()
+            reason = self._reasons.get(bound.number, "order")
+            self._signals.append(SaveBound(attempt=request.attempt, bound=bound, reason=reason))
+        for step in request.skipped:
+            self._signals.append(SaveSkipped(attempt=request.attempt, step=step))
+        horizon = self._newest_step - 1000
+        for table in (self._losses, self._ledgers):
+            for step in [s for s in table if s < horizon]:
+                del table[step]
+
+    def _consult_policy(self) -> None:
+        facts = SaveFacts(
+            newest_step=self._newest_step,
+            total_steps=self._total_steps,
+            since_save_s=self._monotonic() - self._last_save_at,
+            unsettled=self._pending.num_unsettled,
+        )
+        wish = decide_save(facts, self._config)
+        if wish is not None:
+            self._last_save_at = self._monotonic()
+            self._issue(OrderKind.SNAPSHOT, wish.reason)
+
+    def _issue(self, kind: OrderKind, reason: str) -> Order:
+        if self._attempt is None:
+            raise CommitRefused(f"no Attempt to order a {kind.name} for")
+        self._num_orders += 1
+        self._order = Order(
+            attempt=self._attempt,
+            number=self._num_orders,
+            kind=kind,
+            not_before_step=self._newest_step + 1,
+            reason=reason,
+        )
+        self._reasons[self._num_orders] = reason
+        _log.info("order %d: %s, not before step %d: %s", self._num_orders, kind.name, self._newest_step + 1, reason)
+        return self._order
+
+    # -- the Keepers' calls -----------------------------------------------------------------------------------------
+
+    def deliver(self, receipt: Receipt) -> bool:
+        """Take a Receipt. True always means: do not send it again (taken, known, or refused for good)."""
+        attempt = receipt.attempt.value()
+        with self._lock:
+            if attempt != self._attempt:
+                _log.warning(
+                    "receipt of rank %d, step %d refused: attempt %s is over",
+                    receipt.shard.rank,
+                    receipt.step,
+                    attempt.label,
+                )
+                return True
+            whole = self._pending.add(receipt)
+            if whole is not None:
+                self._executor.submit(self._commit, attempt, self._base_step, receipt.step, whole)
+        return True
+
+    def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
+        """A Snapshot that will never be durable: its step is given up."""
+        with self._lock:
+            if attempt == self._attempt:
+                self._give_up(attempt, step, f"rank {rank}: {reason}")
+        return True
+
+    def _give_up(self, attempt: Attempt, step: int, reason: str) -> None:
+        if self._pending.give_up(step):
+            _log.warning("save of step %d given up: %s", step, reason)
+            self._signals.append(SaveFailed(attempt=attempt, step=step, reason=reason))
+        self._lock.notify_all()
+
+    def _commit(self, attempt: Attempt, base_step: int, step: int, receipts: tuple[Receipt, ...]) -> None:
+        try:
+            self._commit_whole(attempt, base_step, step, receipts)
+        except Exception as error:  # noqa: BLE001 - outer edge of the committer thread: becomes a Signal
+            _log.exception("commit of step %d failed", step)
+            with self._lock:
+                if attempt == self._attempt:
+                    self._give_up(attempt, step, f"{type(error).__name__}: {error}")
+
+    def _commit_whole(self, attempt: Attempt, base_step: int, step: int, receipts: tuple[Receipt, ...]) -> None:
+        with self._lock:
+            if attempt != self._attempt:
+                return
+            facts: dict[str, Any] = {
+                "loss": self._losses.get(step),
+                "metric": self._metrics.get(step),
+                "ledger": self._ledgers.get(step),
+            }
+        done: CommittedStep = self._committer.commit(receipts, base_step=base_step, **facts)
+        with self._lock:
+            if attempt == self._attempt:
+                self._pending.settle_committed(step)
+                self._lock.notify_all()
+            self._signals.append(
+                Committed(
+                    attempt=attempt,
+                    step=step,
+                    stored_bytes=done.stored_bytes,
+                    stall_s=max(receipt.stall_s for receipt in receipts),
+                    upload_s=max(receipt.upload_s for receipt in receipts),
+                    loss=facts["loss"],
+                )
+            )
+        try:
+            self._committer.retain()
+        except StorageError as error:
+            _log.warning("old Checkpoints stay for now: %s", error)

@@ -1,0 +1,113 @@
+"""The coordinator as a Ray actor on the driver's node: a thin, threaded shell.
+
+Its name is the Run's, so a second driver on the same cluster finds the name taken and is refused. It dies with its
+driver.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import ray
+from pydantic import JsonValue
+
+from orchestrator.committer import Committer
+from orchestrator.coordinator import Coordinator
+from orchestrator.signals import Signal
+from storage.config import CheckpointConfig
+from storage.keys import Attempt, StepKey
+from storage.manifest import Receipt
+from storage.open_store import open_store
+from storage.sources import RestorePlan
+from workers.contract import ExchangeReply, ExchangeRequest
+
+__all__ = ["MAX_CALLS", "RAY_NAMESPACE", "CoordinatorActor", "CoordinatorShell", "coordinator_name", "utc_now"]
+
+RAY_NAMESPACE = "raysume"
+MAX_CALLS = 64  # concurrent calls: Keepers, rank 0, the controller's waits
+
+
+def coordinator_name(run_id: str) -> str:
+    """The named actor that stands for "this Run is being driven"."""
+    return f"raysume-coordinator-{run_id}"
+
+
+def utc_now() -> str:
+    """Wall-clock time in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class CoordinatorShell:
+    """See orchestrator.coordinator.Coordinator: each method is its namesake."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        root_url: str,
+        config: CheckpointConfig,
+        total_steps: int,
+        metadata: dict[str, JsonValue],
+        owner: str,
+    ) -> None:
+        self._owner = owner
+        committer = Committer(
+            run_id=run_id,
+            store=open_store(root_url, config.store),
+            config=config,
+            metadata=metadata,
+            now_utc=utc_now,
+        )
+        self._coordinator = Coordinator(
+            committer=committer, config=config, total_steps=total_steps, monotonic=time.monotonic
+        )
+
+    def owner(self) -> str:
+        """The driver this coordinator belongs to, in words."""
+        return self._owner
+
+    def begin_attempt(self, attempt: Attempt, world_size: int, base_step: int) -> None:
+        self._coordinator.begin_attempt(attempt, world_size=world_size, base_step=base_step)
+
+    def submit_leave(self, reason: str) -> int:
+        return self._coordinator.submit_leave(reason)
+
+    def submit_snapshot(self, reason: str) -> int:
+        return self._coordinator.submit_snapshot(reason)
+
+    def drain_signals(self) -> tuple[Signal, ...]:
+        return self._coordinator.drain_signals()
+
+    def wait_settled(self, step: int | None, timeout_s: float) -> bool:
+        return self._coordinator.wait_settled(step, timeout_s)
+
+    def has_committed(self, step: int) -> bool:
+        return self._coordinator.has_committed(step)
+
+    def pending(self) -> dict[int, tuple[int, ...]]:
+        return self._coordinator.pending()
+
+    def choose_plan(
+        self, attempt: Attempt, step: int | None, allow_partial: bool, url: str | None
+    ) -> RestorePlan | None:
+        return self._coordinator.choose_plan(attempt, step, allow_partial, url)
+
+    def quarantine(self, key: StepKey, object_key: str, reason: str) -> None:
+        self._coordinator.quarantine(key, object_key, reason)
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        return self._coordinator.exchange(request)
+
+    def deliver(self, receipt: Receipt) -> bool:
+        return self._coordinator.deliver(receipt)
+
+    def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
+        return self._coordinator.report_failed(attempt, step, rank, reason)
+
+    def close(self) -> None:
+        self._coordinator.close()
+
+
+CoordinatorActor: Any = ray.remote(CoordinatorShell)

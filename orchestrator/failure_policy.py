@@ -1,0 +1,164 @@
+"""What broke, whose fault it was, and whether to go on: pure functions over facts.
+
+A lost machine, a hang or a peer's echo never uses up the budget of a bug in the training code. No clock, no ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from orchestrator.config import FailureConfig
+from orchestrator.decisions import Regroup, Stop
+from orchestrator.exit_codes import ExitCode
+from workers.contract import CauseKind, FailureCause, Outcome, OutcomeKind
+
+__all__ = ["MAX_FRUITLESS_ATTEMPTS", "AttemptFacts", "Counters", "Fault", "FaultKind", "classify", "decide_after_fault"]
+
+MAX_FRUITLESS_ATTEMPTS = 8  # attempts in a row that finish no step: something is broken that a regroup cannot mend
+
+
+class FaultKind(StrEnum):
+    """Cause of an Attempt's end, as it is written in summary.json for the Attempt that follows."""
+
+    NODE_LOST = "node-lost"
+    WORKER_LOST = "worker-lost"
+    HANG = "hang"
+    PREEMPTION = "preemption"
+    COLLECTIVE = "collective-error"
+    USER_ERROR = "user-error"
+    CORRUPT_CHECKPOINT = "corrupt-checkpoint"
+    MISMATCH = "checkpoint-mismatch"
+    STORAGE = "storage-error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFacts:
+    """All that is known when an Attempt broke. ``draining_nodes`` had a preemption notice."""
+
+    outcomes: tuple[Outcome, ...] = ()
+    lost_workers: tuple[str, ...] = ()
+    lost_nodes: tuple[str, ...] = ()
+    hung_workers: tuple[str, ...] = ()
+    draining_nodes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The classified failure: its kind, a line for people, and the root cause of the training code if it was one."""
+
+    kind: FaultKind
+    detail: str
+    root: FailureCause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Failures so far, over every driver of the Run (kept in the Journal)."""
+
+    user_errors: int = 0
+    infrastructure: int = 0
+    preemptions: int = 0
+    storage_errors: int = 0
+    fruitless: int = 0
+    last_user_error: str | None = field(default=None)
+
+
+def _root_cause(outcomes: Sequence[Outcome]) -> FailureCause | None:
+    """The first cause that is not an echo, by severity, then lowest rank."""
+    severity = [
+        CauseKind.CORRUPT_CHECKPOINT,
+        CauseKind.CHECKPOINT_MISMATCH,
+        CauseKind.DATA,
+        CauseKind.USER,
+        CauseKind.STORAGE,
+    ]
+    causes = [o.cause for o in outcomes if o.kind is OutcomeKind.FAILED and o.cause is not None]
+    real = [c for c in causes if c.kind in severity]
+    return min(real, key=lambda c: (severity.index(c.kind), c.rank), default=None)
+
+
+def classify(facts: AttemptFacts) -> Fault:
+    """One Fault from all that was seen. A member that is gone outranks what the survivors say about it, except that an
+    error of the training code raised by a live member is never hidden by peers that it took down."""
+    root = _root_cause(facts.outcomes)
+    gone = bool(facts.lost_nodes or facts.lost_workers)
+    if root is not None and not (gone and root.kind is CauseKind.STORAGE):
+        where = f"rank {root.rank}, step {root.step}: {root.error_type}: {root.message}"
+        kinds = {
+            CauseKind.CORRUPT_CHECKPOINT: FaultKind.CORRUPT_CHECKPOINT,
+            CauseKind.CHECKPOINT_MISMATCH: FaultKind.MISMATCH,
+            CauseKind.STORAGE: FaultKind.STORAGE,
+        }
+        return Fault(kind=kinds.get(root.kind, FaultKind.USER_ERROR), detail=where, root=root)
+    preempted = [node for node in facts.lost_nodes if node in facts.draining_nodes]
+    if preempted:
+        return Fault(kind=FaultKind.PREEMPTION, detail=f"node {preempted[0][:12]} was reclaimed")
+    if facts.lost_nodes:
+        nodes = ", ".join(node[:12] for node in facts.lost_nodes)
+        return Fault(kind=FaultKind.NODE_LOST, detail=f"lost node {nodes}")
+    if facts.hung_workers:
+        return Fault(kind=FaultKind.HANG, detail=f"worker {', '.join(facts.hung_workers)} made no progress")
+    if facts.lost_workers:
+        return Fault(kind=FaultKind.WORKER_LOST, detail=f"lost worker {', '.join(facts.lost_workers)}")
+    echo = next((o.cause for o in facts.outcomes if o.cause is not None), None)
+    said = f"{echo.error_type}: {echo.message}" if echo is not None else "no member says why"
+    return Fault(kind=FaultKind.COLLECTIVE, detail=f"a collective failed, yet every member lives: {said}")
+
+
+def _over(count: int, limit: int) -> bool:
+    return 0 <= limit < count
+
+
+def decide_after_fault(
+    fault: Fault, counters: Counters, config: FailureConfig, *, steps_finished: int
+) -> tuple[Regroup | Stop, Counters]:
+    """Go on or stop, and the counters after. ``steps_finished``: optimizer steps the broken Attempt finished."""
+    counters = replace(counters, fruitless=0 if steps_finished else counters.fruitless + 1)
+    match fault.kind:
+        case FaultKind.MISMATCH:
+            return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=fault.detail), counters
+        case FaultKind.CORRUPT_CHECKPOINT:
+            counters = replace(counters, fruitless=0)  # bounded by the number of Commits: each is quarantined once
+            return Regroup(cause=fault.kind.value, reason=fault.detail), counters
+        case FaultKind.USER_ERROR:
+            return _after_user_error(fault, counters, config)
+        case FaultKind.PREEMPTION:
+            counters = replace(counters, preemptions=counters.preemptions + 1)
+            if _over(counters.preemptions, config.max_preemptions):
+                reason = f"{counters.preemptions} preemptions, failure.max_preemptions is {config.max_preemptions}"
+                return Stop(exit_code=ExitCode.PREEMPTED, reason=f"{reason}; last: {fault.detail}"), counters
+        case FaultKind.STORAGE:
+            counters = replace(counters, storage_errors=counters.storage_errors + 1)
+            if counters.fruitless >= MAX_FRUITLESS_ATTEMPTS:
+                return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=fault.detail), counters
+        case _:
+            counters = replace(counters, infrastructure=counters.infrastructure + 1)
+            if _over(counters.infrastructure, config.max_infrastructure):
+                limit = f"failure.max_infrastructure is {config.max_infrastructure}"
+                reason = f"{counters.infrastructure} infrastructure failures, {limit}; last: {fault.detail}"
+                return Stop(exit_code=ExitCode.FAILURE_BUDGET, reason=reason), counters
+    if counters.fruitless >= MAX_FRUITLESS_ATTEMPTS:
+        reason = f"{counters.fruitless} attempts in a row finished no step; last: {fault.detail}"
+        return Stop(exit_code=ExitCode.FAILURE_BUDGET, reason=reason), counters
+    return Regroup(cause=fault.kind.value, reason=fault.detail), counters
+
+
+def _after_user_error(fault: Fault, counters: Counters, config: FailureConfig) -> tuple[Regroup | Stop, Counters]:
+    repeated = fault.root is not None and counters.last_user_error == _signature(fault.root)
+    counters = replace(
+        counters,
+        user_errors=counters.user_errors + 1,
+        last_user_error=_signature(fault.root) if fault.root is not None else None,
+    )
+    if repeated:
+        reason = f"the same error at the same step twice: {fault.detail}"
+        return Stop(exit_code=ExitCode.USER_ERROR, reason=reason), counters
+    if _over(counters.user_errors, config.max_user_errors):
+        return Stop(exit_code=ExitCode.USER_ERROR, reason=fault.detail), counters
+    return Regroup(cause=fault.kind.value, reason=fault.detail), counters
+
+
+def _signature(root: FailureCause) -> str:
+    return f"{root.step}:{root.error_type}:{root.message}"

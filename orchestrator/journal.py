@@ -1,0 +1,89 @@
+"""The Journal: the append-only record of Attempts and Decisions that a new driver continues from.
+
+One small object per entry, its name unique to its driver, so that no store needs to honour an append or a condition.
+The controller is its only writer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from orchestrator.failure_policy import Counters
+from storage.keys import JOURNAL, journal_key
+from storage.object_store import ObjectStore
+
+__all__ = ["Journal", "JournalEntry"]
+
+_log = logging.getLogger(__name__)
+_NAME = re.compile(r"(?P<sequence>\d{8})\.[0-9a-f]{8}\.json\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """``kind``: driver, attempt, decision or end. ``fields``: plain JSON."""
+
+    sequence: int
+    kind: str
+    time_utc: str
+    fields: dict[str, Any]
+
+
+class Journal:
+    """Reads every earlier driver's entries once, then appends this driver's."""
+
+    def __init__(self, store: ObjectStore, nonce: str, now_utc: Callable[[], str]) -> None:
+        self._store = store
+        self._nonce = nonce
+        self._now_utc = now_utc
+        self.entries: list[JournalEntry] = []
+
+    def load(self) -> None:
+        """Read all entries, in order. A foreign or broken file is named in a warning and left alone."""
+        self.entries = []
+        for listed in self._store.list(JOURNAL):
+            match = _NAME.search(listed.key)
+            try:
+                if match is None:
+                    raise ValueError("not a journal name")
+                body = json.loads(self._store.get(listed.key))
+                entry = JournalEntry(
+                    sequence=int(match["sequence"]),
+                    kind=body["kind"],
+                    time_utc=body["time_utc"],
+                    fields=body["fields"],
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                _log.warning("journal: %s is left out: %s", listed.key, error)
+                continue
+            self.entries.append(entry)
+
+    def append(self, kind: str, **values: Any) -> JournalEntry:
+        """Write one entry; durable when this returns."""
+        sequence = 1 + max((entry.sequence for entry in self.entries), default=0)
+        entry = JournalEntry(sequence=sequence, kind=kind, time_utc=self._now_utc(), fields=values)
+        body = {"kind": kind, "time_utc": entry.time_utc, "fields": values}
+        self._store.put(journal_key(sequence, self._nonce), json.dumps(body, indent=1).encode())
+        self.entries.append(entry)
+        return entry
+
+    def last_attempt_number(self) -> int:
+        """The highest Attempt number any driver of this Run used; 0 before the first."""
+        return max((int(e.fields["number"]) for e in self.entries if e.kind == "attempt"), default=0)
+
+    def counters(self) -> Counters:
+        """The failure counters as the last entry that carries them left them."""
+        known = {field.name for field in fields(Counters)}
+        for entry in reversed(self.entries):
+            saved = entry.fields.get("counters")
+            if isinstance(saved, dict):
+                return Counters(**{name: value for name, value in saved.items() if name in known})
+        return Counters()
+
+    def append_counters(self, kind: str, counters: Counters, **values: Any) -> None:
+        """Write an entry that carries the failure counters."""
+        self.append(kind, counters=asdict(counters), **values)

@@ -1,0 +1,77 @@
+"""The saves of one Attempt that are under way: which Receipts came, which steps are settled. A plain ledger."""
+
+from __future__ import annotations
+
+from storage.manifest import Receipt
+
+__all__ = ["PendingSaves"]
+
+_MAX_SETTLED = 64  # rank 0 has at most two unsettled saves; the tail of settled steps is all that it can still ask for
+
+
+class PendingSaves:
+    """From the first word of a save to its Commit or its end. Owned and locked by the coordinator."""
+
+    def __init__(self) -> None:
+        self._world_size = 0
+        self._receipts: dict[int, dict[int, Receipt]] = {}
+        self._settled: list[int] = []
+        self.committed: set[int] = set()
+
+    def begin(self, world_size: int) -> None:
+        """Forget the last Attempt's saves."""
+        self._world_size = world_size
+        self._receipts = {}
+        self._settled = []
+        self.committed = set()
+
+    @property
+    def num_unsettled(self) -> int:
+        return len(self._receipts)
+
+    def expect(self, step: int) -> None:
+        """Ranks were told to save ``step``."""
+        if step not in self._settled:
+            self._receipts.setdefault(step, {})
+
+    def add(self, receipt: Receipt) -> tuple[Receipt, ...] | None:
+        """Record a Receipt; all Receipts of its step, in rank order, when this was the last one missing."""
+        step, rank = receipt.step, receipt.shard.rank
+        if step in self._settled or receipt.world_size != self._world_size or not 0 <= rank < self._world_size:
+            return None
+        ranks = self._receipts.setdefault(step, {})
+        if rank in ranks:
+            return None
+        ranks[rank] = receipt
+        if len(ranks) < self._world_size:
+            return None
+        return tuple(ranks[index] for index in range(self._world_size))
+
+    def settle_committed(self, step: int) -> None:
+        self.committed.add(step)
+        self._settle(step)
+
+    def give_up(self, step: int) -> bool:
+        """The save of ``step`` will never be whole. False when it was settled before."""
+        if step in self._settled:
+            return False
+        self._settle(step)
+        return True
+
+    def _settle(self, step: int) -> None:
+        self._receipts.pop(step, None)
+        self._settled.append(step)
+        del self._settled[:-_MAX_SETTLED]
+
+    def settled_steps(self) -> tuple[int, ...]:
+        return tuple(self._settled)
+
+    def is_settled(self, step: int | None) -> bool:
+        """Whether ``step`` is over, or with None whether nothing is under way."""
+        return not self._receipts if step is None else step in self._settled
+
+    def missing(self) -> dict[int, tuple[int, ...]]:
+        return {
+            step: tuple(rank for rank in range(self._world_size) if rank not in ranks)
+            for step, ranks in self._receipts.items()
+        }

@@ -1,0 +1,127 @@
+"""The recorder: turns Signals and the controller's doings into event lines, and keeps the few facts read back.
+
+One writer of the driver's events; the schema is docs/events.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Protocol, assert_never
+
+from orchestrator.signals import (
+    Committed,
+    Evaluated,
+    Quarantined,
+    SaveBound,
+    SaveFailed,
+    SaveSkipped,
+    Signal,
+    StepFinished,
+)
+from storage.keys import Attempt
+
+__all__ = ["EventSink", "Recorder"]
+
+_log = logging.getLogger(__name__)
+
+
+class EventSink(Protocol):
+    """Where event lines go (storage.events.EventLog)."""
+
+    def emit(
+        self, event: str, *, attempt: int | None = None, step: int | None = None, rank: int | None = None, **fields: Any
+    ) -> None: ...
+
+
+class Recorder:
+    """Emits events and remembers the newest finished step over all Attempts of this driver."""
+
+    def __init__(self, sink: EventSink, newest_step: int = 0) -> None:
+        self._sink = sink
+        self._world_size = 0
+        self.newest_step = newest_step
+        self.steps_this_attempt = 0
+        self.newest_step_this_attempt = 0
+
+    def attempt_started(self, attempt: Attempt, world_size: int, **fields: Any) -> None:
+        self._world_size = world_size
+        self.steps_this_attempt = 0
+        self.newest_step_this_attempt = int(fields["restored_step"])
+        self._sink.emit("attempt_started", attempt=attempt.number, world_size=world_size, **fields)
+
+    def emit(self, event: str, *, attempt: Attempt | None = None, step: int | None = None, **fields: Any) -> None:
+        self._sink.emit(event, attempt=None if attempt is None else attempt.number, step=step, **fields)
+
+    def saw_step(self, step: int) -> None:
+        """A rank finished ``step``, as it said itself when its Attempt ended."""
+        if step > self.newest_step_this_attempt:
+            self.steps_this_attempt = max(1, self.steps_this_attempt)
+            self.newest_step_this_attempt = step
+        self.newest_step = max(self.newest_step, step)
+
+    def lost_steps(self, restored_step: int) -> int:
+        """Finished optimizer steps that must be run again from ``restored_step``."""
+        return max(0, self.newest_step - restored_step)
+
+    def forget_beyond(self, restored_step: int) -> None:
+        """History goes on from ``restored_step``; what lies beyond was rolled back and counted."""
+        self.newest_step = restored_step
+
+    def record(self, signals: Iterable[Signal]) -> None:
+        for signal in signals:
+            self._record_one(signal)
+
+    def _record_one(self, signal: Signal) -> None:
+        number = signal.attempt.number
+        match signal:
+            case StepFinished(report=report):
+                self.newest_step = max(self.newest_step, report.step)
+                self.newest_step_this_attempt = max(self.newest_step_this_attempt, report.step)
+                self.steps_this_attempt += 1
+                self._sink.emit(
+                    "step",
+                    attempt=number,
+                    step=report.step,
+                    loss=report.loss,
+                    grad_norm=report.grad_norm,
+                    lr=report.lr,
+                    tokens=report.tokens,
+                    position=report.position,
+                    sample_chain=report.sample_chain,
+                    step_s=report.step_s,
+                    finished_at_s=report.finished_at_s,
+                    world_size=self._world_size,
+                )
+            case Evaluated(report=report):
+                self._sink.emit(
+                    "eval",
+                    attempt=number,
+                    step=report.step,
+                    loss=report.loss,
+                    best=report.best,
+                    best_step=report.best_step,
+                )
+            case SaveBound(bound=bound, reason=reason):
+                kind = bound.kind.name.lower()
+                self._sink.emit("save_bound", attempt=number, step=bound.step, kind=kind, reason=reason)
+            case SaveSkipped(step=step):
+                reason = "two earlier saves are not settled yet"
+                self._sink.emit("save_skipped", attempt=number, step=step, reason=reason)
+            case SaveFailed(step=step, reason=reason):
+                self._sink.emit("save_failed", attempt=number, step=step, reason=reason)
+            case Committed():
+                self._sink.emit(
+                    "committed",
+                    attempt=number,
+                    step=signal.step,
+                    bytes=signal.stored_bytes,
+                    stall_s=signal.stall_s,
+                    upload_s=signal.upload_s,
+                    loss=signal.loss,
+                )
+            case Quarantined(step=step, key=key, reason=reason):
+                self._sink.emit("quarantined", attempt=number, step=step, key=key, reason=reason)
+                _log.warning("step %d is quarantined: %s: %s", step, key, reason)
+            case _:
+                assert_never(signal)

@@ -1,0 +1,81 @@
+"""Signals: observed facts, without opinion. The coordinator hands its own to the controller in order.
+
+A closed set of frozen values; policies turn them into Decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from storage.keys import Attempt
+from workers.contract import BoundOrder, EvalReport, StepReport
+
+__all__ = [
+    "Committed",
+    "Evaluated",
+    "Quarantined",
+    "SaveBound",
+    "SaveFailed",
+    "SaveSkipped",
+    "Signal",
+    "StepFinished",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished:
+    attempt: Attempt
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    attempt: Attempt
+    report: EvalReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveBound:
+    """All ranks will carry ``bound`` out at its step; ``reason`` is the Order's (or the cadence)."""
+
+    attempt: Attempt
+    bound: BoundOrder
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSkipped:
+    """A due save was left out because two earlier ones were not settled yet."""
+
+    attempt: Attempt
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    attempt: Attempt
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """``stall_s``, ``upload_s``: the largest over the ranks."""
+
+    attempt: Attempt
+    step: int
+    stored_bytes: int
+    stall_s: float
+    upload_s: float
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    attempt: Attempt
+    step: int
+    key: str
+    reason: str
+
+
+Signal = StepFinished | Evaluated | SaveBound | SaveSkipped | SaveFailed | Committed | Quarantined

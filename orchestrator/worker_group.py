@@ -1,0 +1,276 @@
+"""The worker group: every node agent, Keeper handle and worker actor of one driver, and the calls made to them.
+
+It starts, asks and removes; it does not decide. Nothing here outlives the driver but the Keepers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import ray
+
+from orchestrator.node_agent import NodeAgentActor
+from orchestrator.placement import NodePlacement, on_node
+from orchestrator.scaling_policy import WorkerView
+from storage.keys import Attempt
+from workers.contract import AttemptSpec, WorkerFacts
+
+__all__ = ["NodeParts", "SpawnWorker", "StartKeeper", "Worker", "WorkerGroup", "WorkerLost"]
+
+_log = logging.getLogger(__name__)
+_ADMIT_THREADS = 8
+OUTCOME_CALL_S = 600.0  # one outcome call waits this long in the worker, then is made anew
+MAX_STARTS_PER_NODE = 3  # worker starts that may fail on one node before it is left alone
+
+
+class SpawnWorker(Protocol):
+    """Creates one worker actor; `orchestrator.launch` supplies it."""
+
+    def __call__(self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any]) -> Any: ...
+
+
+StartKeeper = Callable[[str], Any]  # node id -> Keeper actor handle; may block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """A worker that could not be started or is gone, and why."""
+
+    worker_id: str
+    node_id: str
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeParts:
+    """What this driver keeps on one node."""
+
+    node_id: str
+    agent: Any
+    keeper: Any
+    placement: NodePlacement
+    free_bundles: list[int] = field(default_factory=list)
+    failed_starts: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One worker process. ``facts`` is set once it is warm."""
+
+    worker_id: str
+    node_id: str
+    bundle: int
+    actor: Any
+    ready_ref: Any
+    started_at: float
+    facts: WorkerFacts | None = None
+    is_member: bool = False
+
+
+class WorkerGroup:
+    """Keyed by worker id and node id; not thread-safe, owned by the controller."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        spawn: SpawnWorker,
+        start_keeper: StartKeeper,
+        resources_per_worker: dict[str, float],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_id = run_id
+        self._spawn = spawn
+        self._start_keeper = start_keeper
+        self._resources = resources_per_worker
+        self._monotonic = monotonic
+        self._nodes: dict[str, NodeParts] = {}
+        self._workers: dict[str, Worker] = {}
+        self._admitting: dict[str, Future[NodeParts]] = {}
+        self._num_spawned = 0
+        self._threads = ThreadPoolExecutor(max_workers=_ADMIT_THREADS, thread_name_prefix="admit")
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def known_nodes(self) -> frozenset[str]:
+        return frozenset(self._nodes) | frozenset(self._admitting)
+
+    def admit(self, node_id: str, count: int) -> None:
+        """Begin to use a node for ``count`` workers; agent and Keeper start beside everything else."""
+        self._admitting[node_id] = self._threads.submit(self._build_node, node_id, count)
+
+    def _build_node(self, node_id: str, count: int) -> NodeParts:
+        agent = NodeAgentActor.options(
+            num_cpus=0, max_concurrency=4, max_restarts=0, scheduling_strategy=on_node(node_id)
+        ).remote()
+        placement = NodePlacement(self._run_id, node_id, count, self._resources)
+        try:
+            keeper = self._start_keeper(node_id)
+        except BaseException:
+            placement.remove()
+            raise
+        return NodeParts(
+            node_id=node_id, agent=agent, keeper=keeper, placement=placement, free_bundles=list(range(count))
+        )
+
+    def reconcile(self, max_workers: int, draining: frozenset[str]) -> tuple[WorkerLost, ...]:
+        """Take admitted nodes in, start workers on free bundles up to ``max_workers``, notice who became ready.
+        Returns what failed."""
+        lost: list[WorkerLost] = []
+        for node_id, future in [(n, f) for n, f in self._admitting.items() if f.done()]:
+            del self._admitting[node_id]
+            error = future.exception()
+            if error is None:
+                self._nodes[node_id] = future.result()
+            else:
+                lost.append(WorkerLost(worker_id="-", node_id=node_id, reason=f"{type(error).__name__}: {error}"))
+        self._spawn_missing(max_workers, draining)
+        lost.extend(self._poll_starting())
+        return tuple(lost)
+
+    def _spawn_missing(self, max_workers: int, draining: frozenset[str]) -> None:
+        usable = sum(1 for worker in self._workers.values() if worker.node_id not in draining)
+        for parts in self._nodes.values():
+            while parts.free_bundles and usable < max_workers and parts.node_id not in draining:
+                if parts.failed_starts >= MAX_STARTS_PER_NODE:
+                    break
+                self._start_worker(parts)
+                usable += 1
+
+    def _start_worker(self, parts: NodeParts) -> None:
+        bundle = parts.free_bundles.pop(0)
+        self._num_spawned += 1
+        worker_id = f"w{self._num_spawned:03d}-{parts.node_id[:8]}"
+        options = parts.placement.actor_options(bundle)
+        actor = self._spawn(worker_id=worker_id, node_id=parts.node_id, keeper=parts.keeper, options=options)
+        self._workers[worker_id] = Worker(
+            worker_id=worker_id,
+            node_id=parts.node_id,
+            bundle=bundle,
+            actor=actor,
+            ready_ref=actor.prepare.remote(),
+            started_at=self._monotonic(),
+        )
+
+    def _poll_starting(self) -> Iterable[WorkerLost]:
+        starting = {worker.ready_ref: worker for worker in self._workers.values() if worker.facts is None}
+        if not starting:
+            return []
+        ready, _ = ray.wait(list(starting), num_returns=len(starting), timeout=0)
+        lost = []
+        for ref in ready:
+            worker = starting[ref]
+            try:
+                worker.facts = ray.get(ref)
+            except Exception as error:  # noqa: BLE001 - a worker's start may fail in any way; it is reported as lost
+                reason = f"{type(error).__name__}: {error}"
+                lost.append(WorkerLost(worker_id=worker.worker_id, node_id=worker.node_id, reason=reason))
+                self._nodes[worker.node_id].failed_starts += 1
+                self.remove_worker(worker.worker_id)
+        return lost
+
+    def forget_node(self, node_id: str) -> None:
+        """Let a lost node go: its workers, its placement group, its agent. Its Keeper is dead or will expire."""
+        for worker in [w for w in self._workers.values() if w.node_id == node_id]:
+            ray.kill(worker.actor, no_restart=True)
+            del self._workers[worker.worker_id]
+        self._admitting.pop(node_id, None)
+        parts = self._nodes.pop(node_id, None)
+        if parts is not None:
+            parts.placement.remove()
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def views(self, draining: frozenset[str]) -> tuple[WorkerView, ...]:
+        return tuple(
+            WorkerView(
+                worker_id=worker.worker_id,
+                node_id=worker.node_id,
+                is_ready=worker.facts is not None,
+                is_draining=worker.node_id in draining,
+                is_member=worker.is_member,
+            )
+            for worker in self._workers.values()
+        )
+
+    @property
+    def is_someone_starting(self) -> bool:
+        return bool(self._admitting) or any(worker.facts is None for worker in self._workers.values())
+
+    def starting_for_s(self) -> Mapping[str, float]:
+        """Worker id -> seconds since its start, for workers that are not warm yet."""
+        now = self._monotonic()
+        return {w.worker_id: now - w.started_at for w in self._workers.values() if w.facts is None}
+
+    def worker(self, worker_id: str) -> Worker:
+        return self._workers[worker_id]
+
+    def set_members(self, worker_ids: Sequence[str]) -> None:
+        for worker in self._workers.values():
+            worker.is_member = worker.worker_id in worker_ids
+
+    def start_attempt(self, specs: Mapping[str, AttemptSpec], coordinator: Any) -> dict[Any, str]:
+        """Start the training thread of every member; returns outcome ref -> worker id.
+
+        The outcome call is sent right behind the start, so a worker that cannot start fails its outcome.
+        """
+        refs: dict[Any, str] = {}
+        for worker_id, spec in specs.items():
+            actor = self._workers[worker_id].actor
+            actor.start.remote(spec, coordinator)
+            refs[actor.wait_outcome.remote(spec.attempt, OUTCOME_CALL_S)] = worker_id
+        return refs
+
+    def await_outcome(self, worker_id: str, attempt: Attempt) -> Any:
+        """Ask again for an outcome after a call came back without one."""
+        return self._workers[worker_id].actor.wait_outcome.remote(attempt, OUTCOME_CALL_S)
+
+    def abandon(self, worker_ids: Sequence[str], attempt: Attempt, timeout_s: float) -> dict[Any, str]:
+        """Ask members to let the Attempt go; returns report ref -> worker id."""
+        return {self._workers[w].actor.abandon.remote(attempt, timeout_s): w for w in worker_ids if w in self._workers}
+
+    def heartbeat(self, worker_id: str) -> Any:
+        return self._workers[worker_id].actor.heartbeat.remote()
+
+    def ping_agent(self, node_id: str) -> Any | None:
+        """A ref that resolves if the node's agent lives; None when the node is not known any more."""
+        parts = self._nodes.get(node_id)
+        return None if parts is None else parts.agent.ping.remote()
+
+    def fence(self, worker_id: str) -> Any | None:
+        """SIGKILL a worker through its node's agent; the ref resolves to the pids still alive (none, if it worked)."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.facts is None or worker.node_id not in self._nodes:
+            return None
+        return self._nodes[worker.node_id].agent.kill.remote((worker.facts.pid,))
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker that is gone or must go; its bundle is free for another one."""
+        worker = self._workers.pop(worker_id, None)
+        if worker is None:
+            return
+        ray.kill(worker.actor, no_restart=True)
+        parts = self._nodes.get(worker.node_id)
+        if parts is not None:
+            parts.free_bundles.append(worker.bundle)
+
+    # -- keepers ----------------------------------------------------------------------------------------------------
+
+    def keepers(self) -> dict[str, Any]:
+        """Node id -> Keeper actor handle."""
+        return {node_id: parts.keeper for node_id, parts in self._nodes.items()}
+
+    def close(self) -> None:
+        """Kill every worker and agent and give all resources back. Keepers stay."""
+        for worker_id in list(self._workers):
+            self.remove_worker(worker_id)
+        for parts in self._nodes.values():
+            ray.kill(parts.agent, no_restart=True)
+            parts.placement.remove()
+        self._nodes.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
