@@ -78,8 +78,9 @@ class Courier:
     def flush(self, timeout_s: float) -> bool:
         """Wait until all news is delivered. False when it could not be in time."""
         with self._changed:
-            self._changed.notify_all()
-            return self._changed.wait_for(self._is_idle, timeout_s) and self._is_delivered()
+            if self._thread.is_alive():
+                self._changed.wait_for(self._is_idle, timeout_s)
+            return self._is_delivered()
 
     def close(self, timeout_s: float) -> None:
         """End the thread. News that was not flushed is lost."""

@@ -1,0 +1,65 @@
+"""The loss on the held-out split: a fixed set of leaves, summed in order, equal on all ranks and at any world size.
+
+When to evaluate, and what a better value means, is the Session's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workers.dataset import TokenDataset
+from workers.reduction import ordered_mean
+from workers.stream import Leaf, validation_leaves
+
+__all__ = ["evaluate", "move_leaf"]
+
+
+def evaluate(
+    model: nn.Module,
+    loss_of: Callable[[Leaf], torch.Tensor],
+    dataset: TokenDataset,
+    *,
+    num_leaves: int,
+    micro_batch: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    start_sum: Callable[[torch.Tensor], dist.Work],
+    check: Callable[[], None],
+) -> float:
+    """Mean loss over the leaves that the split really has, at most ``num_leaves``. Collective."""
+    losses = torch.zeros(num_leaves, dtype=torch.float64, device=device)
+    present = torch.zeros_like(losses)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for leaf in validation_leaves(dataset, num_leaves, micro_batch, rank, world_size):
+                check()
+                loss = loss_of(move_leaf(leaf, device))
+                if not leaf.is_surplus:
+                    losses[leaf.index] = loss
+                    present[leaf.index] = 1.0
+    finally:
+        model.train(was_training)
+    both = torch.stack((losses, present))
+    start_sum(both).wait()
+    summed, counted = both.tolist()
+    return ordered_mean([loss for loss, count in zip(summed, counted, strict=True) if count])
+
+
+def move_leaf(leaf: Leaf, device: torch.device) -> Leaf:
+    """The leaf with its tensors on ``device``."""
+    if device.type == "cpu":
+        return leaf
+    return Leaf(
+        index=leaf.index,
+        is_surplus=leaf.is_surplus,
+        input_ids=leaf.input_ids.to(device, non_blocking=True),
+        labels=leaf.labels.to(device, non_blocking=True),
+        sample_ids=leaf.sample_ids,
+    )

@@ -1,0 +1,81 @@
+"""Builds the TrainingState of one rank for an Attempt: from the RestorePlan, or from scratch.
+
+Order: model on meta, sharding, memory, optimizer, scheduler, trackers, then the restore that fills them all. Reading
+and checking a Checkpoint is `resume`'s work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from storage.open_store import open_store
+from workers.contract import AttemptSpec
+from workers.models import ModelTemplate, instantiate, materialize
+from workers.optim import build_optimizer, build_scheduler
+from workers.parallelize import parallelize
+from workers.resume import restore
+from workers.rng import seed_rng
+from workers.settings import WorkerSettings
+from workers.state import Tracker, TrainingState
+
+__all__ = ["Makers", "load_state"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Makers:
+    """What a user's loop may make itself; None stands for the built-in. ``model`` is called on the meta device."""
+
+    model: Callable[[], nn.Module] | None = None
+    optimizer: Callable[[nn.Module], Optimizer] | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    trackers: Callable[[nn.Module], Mapping[str, Tracker]] | None = None
+
+
+def load_state(
+    makers: Makers,
+    *,
+    settings: WorkerSettings,
+    spec: AttemptSpec,
+    template: ModelTemplate | None,
+    own_trackers: Mapping[str, Tracker],
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> TrainingState:
+    """The state with which step ``progress.step + 1`` begins."""
+    model = parallelize(_meta_model(makers, settings, template), settings.model, mesh)
+    materialize(model, device, settings.seed, init_weights=spec.restore is None)
+    optimizer = build_optimizer(model, settings.optim) if makers.optimizer is None else makers.optimizer(model)
+    if makers.scheduler is None:
+        scheduler: LRScheduler = build_scheduler(optimizer, settings.optim, settings.total_steps)
+    else:
+        scheduler = makers.scheduler(optimizer)
+    trackers = dict(own_trackers)
+    for name, tracker in ({} if makers.trackers is None else makers.trackers(model)).items():
+        if name in trackers:
+            raise ValueError(f"a tracker may not be called {name!r}: the name is taken")
+        trackers[name] = tracker
+    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, trackers=trackers)
+    if spec.restore is None:
+        seed_rng(settings.seed, spec.rank, 0)
+        return state
+    store = open_store(spec.restore.root_url, settings.checkpoint.store)
+    report = restore(state, spec.restore, store, rank=spec.rank, world_size=spec.world.size)
+    _log.info("attempt %s rank %d restored step %d: %s", spec.attempt.label, spec.rank, spec.restore.step, report)
+    return state
+
+
+def _meta_model(makers: Makers, settings: WorkerSettings, template: ModelTemplate | None) -> nn.Module:
+    if makers.model is not None:
+        with torch.device("meta"):
+            return makers.model()
+    return instantiate(ModelTemplate.build(settings.model) if template is None else template)

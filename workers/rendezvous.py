@@ -1,0 +1,38 @@
+"""Hosts the store through which the ranks of every Attempt find each other, outside all of them.
+
+A rank that dies then never takes the store with it. Each Attempt uses names of its own in it, so nothing is ever reset.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import ray
+from torch._C._distributed_c10d import TCPStore
+
+__all__ = ["Rendezvous", "RendezvousActor"]
+
+_TIMEOUT_S = 60.0
+
+
+class Rendezvous:
+    """A TCPStore server on a free port of ``host``, the address at which all nodes reach this process."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_TIMEOUT_S))
+
+    def address(self) -> tuple[str, int]:
+        """Host and port that go into an AttemptSpec."""
+        return self._host, self._store.port
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class RendezvousActor:
+    """The thin shell round Rendezvous."""
+
+    def __init__(self, host: str) -> None:
+        self._rendezvous = Rendezvous(host)
+
+    def address(self) -> tuple[str, int]:
+        return self._rendezvous.address()

@@ -1,0 +1,362 @@
+"""What a training loop sees: the restored state, its steps, and the end of each step, where a Run is made to survive.
+
+`step_end` owns one small all-reduce a step. The vector of step s is read at the end of step s + 1, when it has long
+arrived, so no step waits for its own; only a step that carries out an Order, or is the last, reads its own at once.
+What is in a Checkpoint and how it is stored is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+from torch import nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from workers.contract import AttemptSpec, BoundOrder, EvalReport, OrderKind, Phase, StepReport
+from workers.courier import Courier
+from workers.data_identity import DATA_TRACKER, DataIdentity
+from workers.dataset import TokenDataset
+from workers.errors import LoopMisused, RanksDisagree
+from workers.evaluation import evaluate
+from workers.groups import Groups
+from workers.heartbeat import Pulse
+from workers.loading import Makers, load_state
+from workers.models import ModelTemplate
+from workers.order_plan import OrderBinder, OrderPlan, standing_orders
+from workers.sample_order import chain
+from workers.settings import WorkerSettings
+from workers.snapshot import capture
+from workers.staging import Stager
+from workers.state import Tracker, TrainingState
+from workers.step_vector import StepTotals, StepVectorLayout
+from workers.stream import Leaf, LeafStream
+from workers.train_step import TrainStep
+from workers.training_statistics import TrainingStatistics
+
+__all__ = ["Session", "WarmParts"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmParts:
+    """What a worker process keeps between Attempts. ``validation`` is None when there is nothing to evaluate on."""
+
+    device: torch.device
+    template: ModelTemplate | None
+    dataset: TokenDataset
+    validation: TokenDataset | None
+    stager: Stager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    """A step whose vector is under way."""
+
+    step: int
+    vector: torch.Tensor
+    work: dist.Work
+    finished_at_s: float
+
+
+class Session:
+    """One rank's part in one Attempt. ``loop_config`` is the user's own; ``statistics`` lags one step."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        spec: AttemptSpec,
+        parts: WarmParts,
+        *,
+        groups: Groups,
+        courier: Courier | None,
+        pulse: Pulse,
+        check: Callable[[], None],
+    ) -> None:
+        self._settings, self._spec, self._parts = settings, spec, parts
+        self._groups, self._courier, self._pulse, self._check = groups, courier, pulse, check
+        self._layout = StepVectorLayout(num_leaves=settings.data.num_leaves)
+        self._state: TrainingState | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._stream: LeafStream | None = None
+        self._plan = OrderPlan(total_steps=settings.total_steps)
+        self._binder: OrderBinder | None = None
+        self._in_flight: _InFlight | None = None
+        self._open_step: int | None = None
+        self._finished_step = 0
+        self._is_leaving = False
+        self.statistics = TrainingStatistics()
+
+    @property
+    def rank(self) -> int:
+        return self._spec.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._spec.world.size
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts.device
+
+    @property
+    def loop_config(self) -> Mapping[str, JsonValue]:
+        return self._settings.loop_config
+
+    @property
+    def finished_step(self) -> int:
+        """The last optimizer step that `step_end` was called for, or the one that was restored."""
+        return self._finished_step
+
+    @property
+    def model_reference(self) -> weakref.ref[nn.Module] | None:
+        """A weak reference to the model once it was built: the proof, later, that nothing keeps it alive."""
+        return self._model
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether an Order to leave has been carried out; `steps` then ends."""
+        return self._is_leaving
+
+    @property
+    def state(self) -> TrainingState:
+        """The restored state, built with the built-in makers unless `build` was called before."""
+        return self.build() if self._state is None else self._state
+
+    def build(
+        self,
+        *,
+        make_model: Callable[[], nn.Module] | None = None,
+        make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        make_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        make_trackers: Callable[[nn.Module], Mapping[str, Tracker]] | None = None,
+    ) -> TrainingState:
+        """Build and restore the state with a model, optimizer, schedule or trackers of one's own; once, at the start.
+
+        ``make_model`` runs on the meta device and gives an unsharded model; `loss` expects a Hugging Face causal LM.
+        """
+        if self._state is not None:
+            raise LoopMisused("session.build must be the first call of a loop: the state has been built already")
+        self._pulse.beat(Phase.LOADING)
+        settings, spec = self._settings, self._spec
+        identity = DataIdentity(
+            self._parts.dataset.card,
+            seed=settings.seed,
+            global_batch=settings.data.global_batch,
+            allow_changed=settings.data.allow_changed or spec.data_override,
+        )
+        state = load_state(
+            Makers(model=make_model, optimizer=make_optimizer, scheduler=make_scheduler, trackers=make_trackers),
+            settings=settings,
+            spec=spec,
+            template=self._parts.template,
+            own_trackers={DATA_TRACKER: identity},
+            mesh=self._groups.mesh,
+            device=self._parts.device,
+        )
+        self._state, self._model = state, weakref.ref(state.model)
+        self._open_stream(state)
+        self._lay_plan(state.progress.step)
+        self._pulse.beat(Phase.COMPILING, step=state.progress.step)
+        return state
+
+    def steps(self) -> Iterator[TrainStep]:
+        """Every step from where the Run stands to the last one; ends early once an Order to leave is carried out."""
+        state = self.state
+        assert self._stream is not None  # made together with the state
+        for number in range(self._finished_step + 1, self._settings.total_steps + 1):
+            self._check()
+            self._open_step = number
+            yield TrainStep(
+                number,
+                state=state,
+                stream=self._stream,
+                device=self.device,
+                num_leaves=self._layout.num_leaves,
+                world_size=self.world_size,
+                clip_norm=self._settings.optim.clip_norm,
+                check=self._check,
+            )
+            if self._finished_step != number:
+                raise LoopMisused(f"rank {self.rank}: step {number} was not ended by session.step_end(step)")
+            if self._is_leaving:
+                return
+
+    def loss(self, leaf: Leaf) -> torch.Tensor:
+        """Mean token loss of the leaf in fp32. Its labels are its inputs moved on by one token."""
+        logits = self.state.model(input_ids=leaf.input_ids).logits
+        return functional.cross_entropy(logits.float().flatten(0, 1), leaf.labels.flatten())
+
+    def step_end(self, step: TrainStep) -> None:
+        """Every rank, once a step, after `TrainStep.apply`: sum the vector, and carry out what is due."""
+        if step.number != self._open_step or step.grad_norm is None:
+            raise LoopMisused(f"rank {self.rank}: step_end({step.number}) needs step.apply() before it, once a step")
+        self._open_step = None
+        vector = self._fill(step)
+        work = self._groups.start_sum(vector)
+        before, self._in_flight = (
+            self._in_flight,
+            _InFlight(step=step.number, vector=vector, work=work, finished_at_s=time.time()),
+        )
+        if before is not None:
+            self._absorb(before)
+        self._finished_step = step.number
+        self._pulse.beat(Phase.TRAINING, step=step.number)
+        due = self._plan.due(step.number)
+        if due is not None:
+            self.drain()
+            self._carry_out(due)
+
+    def evaluate_if_due(self, step: TrainStep) -> None:
+        """Evaluate on the held-out split every so many steps. Before `step_end`, so that its save knows the metric."""
+        config = self._settings.eval
+        if config.every_steps is None or step.number % config.every_steps or self._parts.validation is None:
+            return
+        with self._pulse.during(Phase.EVALUATING):
+            loss = evaluate(
+                self.state.model,
+                self.loss,
+                self._parts.validation,
+                num_leaves=config.num_leaves,
+                micro_batch=self._settings.data.micro_batch,
+                rank=self.rank,
+                world_size=self.world_size,
+                device=self.device,
+                start_sum=self._groups.start_sum,
+                check=self._check,
+            )
+        progress = self.state.progress
+        if progress.best_metric is None or loss < progress.best_metric:
+            progress.best_metric, progress.best_step = loss, step.number
+        if self._courier is not None:
+            best, best_step = progress.best_metric, progress.best_step or step.number
+            self._courier.report_eval(EvalReport(step=step.number, loss=loss, best=best, best_step=best_step))
+
+    def drain(self) -> None:
+        """Read the vector that is still under way, if one is: Progress then stands at the last finished step."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            self._absorb(in_flight)
+
+    def release(self) -> None:
+        """Let go of the model and all else that holds memory or a group; the Session is of no use after."""
+        stream, self._stream = self._stream, None
+        self._state = self._in_flight = None
+        if stream is not None:
+            stream.close()
+
+    def _open_stream(self, state: TrainingState) -> None:
+        settings = self._settings
+        stream = LeafStream(self._parts.dataset, settings.data, settings.seed, self.rank, self.world_size)
+        stream.seek(state.progress.step + 1, state.progress.position)
+        self._stream = stream
+
+    def _lay_plan(self, base_step: int) -> None:
+        total_steps, every_steps = self._settings.total_steps, self._settings.checkpoint.every_steps
+        standing = standing_orders(base_step=base_step, total_steps=total_steps, every_steps=every_steps)
+        self._plan = OrderPlan(total_steps=total_steps, standing=standing)
+        self._finished_step = base_step
+        if self._courier is None:
+            return
+        self._binder = OrderBinder(total_steps=total_steps, every_steps=every_steps, standing=standing)
+        for order in standing:
+            self._courier.report_bound(order)
+
+    def _fill(self, step: TrainStep) -> torch.Tensor:
+        """This rank's part of the vector. Losses and the norm stay on the device: nothing here waits for it."""
+        words = self._layout.rank_part(step=step.number, digests=step.digests)
+        if self._courier is not None:
+            bound = self._bind(step.number)
+            self._layout.add_rank0_part(words, order=bound, lr=step.lr, step_s=step.elapsed_s())
+        vector = torch.tensor(words, dtype=torch.float64).to(self.device, non_blocking=True)
+        for index, loss in step.losses.items():
+            vector[self._layout.loss_slot(index)] = loss
+        if self.rank == 0 and step.grad_norm is not None:
+            vector[self._layout.grad_norm_slot] = step.grad_norm
+        return vector
+
+    def _bind(self, step: int) -> BoundOrder | None:
+        courier, binder = self._courier, self._binder
+        assert courier is not None  # rank 0 alone comes here
+        assert binder is not None
+        binder.settle(courier.take_settled())
+        binding = binder.bind(step, courier.newest_order())
+        if binding.skipped_step is not None:
+            _log.warning("step %d is not saved: two saves are still under way", binding.skipped_step)
+            courier.report_skipped(binding.skipped_step)
+        if binding.bound is not None:
+            courier.report_bound(binding.bound)
+        return binding.bound
+
+    def _absorb(self, in_flight: _InFlight) -> None:
+        """Take in the totals of one step: Progress on every rank, the report on rank 0."""
+        in_flight.work.wait()
+        totals = self._layout.read(in_flight.vector.tolist(), world_size=self.world_size)
+        if totals.mean_step != in_flight.step:
+            raise RanksDisagree(self.rank, in_flight.step, totals.mean_step)
+        self._plan.learn(totals.order)
+        self.statistics.add(loss=totals.loss, grad_norm=totals.grad_norm)
+        data, progress = self._settings.data, self.state.progress
+        progress.step = in_flight.step
+        progress.position += data.global_batch
+        progress.tokens += data.tokens_per_step
+        progress.epoch = progress.position // self._parts.dataset.num_rows
+        progress.sample_chain = chain(progress.sample_chain, totals.leaf_digests)
+        if self._courier is not None:
+            self._courier.report(self._report(totals, in_flight))
+
+    def _report(self, totals: StepTotals, in_flight: _InFlight) -> StepReport:
+        progress = self.state.progress
+        return StepReport(
+            step=progress.step,
+            loss=totals.loss,
+            grad_norm=totals.grad_norm,
+            lr=totals.lr,
+            tokens=progress.tokens,
+            position=progress.position,
+            sample_chain=progress.sample_chain,
+            step_s=totals.step_s,
+            finished_at_s=in_flight.finished_at_s,
+        )
+
+    def _carry_out(self, order: BoundOrder) -> None:
+        is_last, is_leave = order.step == self._settings.total_steps, order.kind is OrderKind.LEAVE
+        with self._pulse.during(Phase.CHECKPOINTING):
+            is_staged = self._stage(order.step, self._wait_s(is_last=is_last, is_leave=is_leave))
+        if not is_staged and self._binder is not None and self._courier is not None:
+            self._binder.settle((order.step,))
+            self._courier.report_skipped(order.step)
+        if is_leave:
+            self._is_leaving = True
+            self._pulse.beat(Phase.LEAVING)
+
+    def _wait_s(self, *, is_last: bool, is_leave: bool) -> float:
+        """How long to wait for a buffer: a save on the way is left out rather than waited for."""
+        if is_last:
+            return self._settings.checkpoint.final_timeout_s
+        return self._settings.checkpoint.leave_timeout_s if is_leave else 0.0
+
+    def _stage(self, step: int, wait_s: float) -> bool:
+        snapshot = capture(self.state, rank=self.rank, world_size=self.world_size)
+        result = self._parts.stager.stage(
+            snapshot,
+            attempt=self._spec.attempt,
+            step=step,
+            rank=self.rank,
+            world_size=self.world_size,
+            wait_s=wait_s,
+        )
+        if not result.staged:
+            _log.warning("rank %d: step %d is not saved: no buffer came free within %g s", self.rank, step, wait_s)
+            return False
+        _log.info("rank %d staged step %d: %d bytes in %.3f s", self.rank, step, result.num_bytes, result.stall_s)
+        return True

@@ -1,0 +1,86 @@
+"""One optimizer step as a train loop sees it: leaves in, one update out.
+
+It keeps what the step vector needs of this rank (losses and id digests of its leaves, gradient norm, LR) and talks to
+no other rank except through the model's own collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from workers.errors import LoopMisused
+from workers.evaluation import move_leaf
+from workers.parallelize import clip_gradients
+from workers.reduction import leaf_weight, num_rounds
+from workers.sample_order import leaf_digest
+from workers.state import TrainingState
+from workers.stream import Leaf, LeafStream
+
+__all__ = ["TrainStep"]
+
+
+class TrainStep:
+    """Step ``number``, counted from 1 over the whole Run."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        state: TrainingState,
+        stream: LeafStream,
+        device: torch.device,
+        num_leaves: int,
+        world_size: int,
+        clip_norm: float,
+        check: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self._state, self._stream, self._check = state, stream, check
+        self._device = device
+        self._num_leaves, self._world_size, self._clip_norm = num_leaves, world_size, clip_norm
+        self._started_at = time.monotonic()
+        self.losses: dict[int, torch.Tensor] = {}
+        self.digests: dict[int, int] = {}
+        self.grad_norm: torch.Tensor | None = None
+        self.lr = 0.0
+
+    def leaves(self) -> Iterator[Leaf]:
+        """This rank's micro-batches. Gradients are reduced over ranks in the backward of the last one."""
+        last_round = num_rounds(self._num_leaves, self._world_size) - 1
+        for round_index, leaf in enumerate(self._stream.leaves(self.number)):
+            self._check()
+            if isinstance(self._state.model, FSDPModule):
+                self._state.model.set_requires_gradient_sync(round_index == last_round)
+                self._state.model.set_is_last_backward(round_index == last_round)
+            yield move_leaf(leaf, self._device)
+
+    def backward(self, leaf: Leaf, loss: torch.Tensor) -> None:
+        """Add the leaf's share of the gradient; a surplus leaf adds zero and leaves no trace in the records."""
+        weight = leaf_weight(num_leaves=self._num_leaves, is_surplus=leaf.is_surplus)
+        torch.autograd.backward(loss * weight)
+        if leaf.is_surplus:
+            return
+        if leaf.index in self.losses:
+            raise LoopMisused(f"step {self.number}: leaf {leaf.index} went through backward twice")
+        self.losses[leaf.index] = loss.detach()
+        self.digests[leaf.index] = leaf_digest(leaf.sample_ids)
+
+    def apply(self) -> torch.Tensor:
+        """Clip, update weights, move the schedule on, drop gradients. Returns the gradient norm before clipping."""
+        if self.grad_norm is not None:
+            raise LoopMisused(f"step {self.number}: apply was called twice")
+        self._check()
+        state = self._state
+        self.grad_norm = clip_gradients(state.model, self._clip_norm)
+        self.lr = float(state.optimizer.param_groups[0]["lr"])
+        state.optimizer.step()
+        state.scheduler.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        return self.grad_norm
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started_at

@@ -1,0 +1,91 @@
+"""The worker as a Ray actor, one per accelerator: a thin shell round WorkerProcess that turns handles into ports.
+
+It also installs this process's log output. Everything else it does is `workers.worker_process`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from storage.keeper_actor import KeeperClient
+from storage.keys import Attempt
+from workers.contract import (
+    AbandonReport,
+    AttemptSpec,
+    ExchangeReply,
+    ExchangeRequest,
+    Heartbeat,
+    Outcome,
+    WorkerFacts,
+)
+from workers.errors import CoordinatorUnavailable
+from workers.session import Session
+from workers.settings import WorkerSettings
+from workers.worker_process import WorkerProcess
+
+__all__ = ["MAX_CALLS", "CoordinatorClient", "WorkerActor"]
+
+MAX_CALLS = 8
+"""Calls that may run side by side: outcome waits, an abandon, and heartbeats that must never queue behind them."""
+_EXCHANGE_S = 10.0
+
+
+class CoordinatorClient:
+    """The coordinator's actor handle as a CoordinatorPort."""
+
+    def __init__(self, handle: Any, timeout_s: float = _EXCHANGE_S) -> None:
+        self._handle, self._timeout_s = handle, timeout_s
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        try:
+            reply: ExchangeReply = ray.get(self._handle.exchange.remote(request), timeout=self._timeout_s)
+        except RayTaskError:
+            raise  # a fault inside the coordinator: asking again would meet it again
+        except RayError as error:
+            raise CoordinatorUnavailable(
+                f"no answer from the coordinator within {self._timeout_s:g} s: {type(error).__name__}: {error}"
+            ) from error
+        return reply
+
+
+@ray.remote(max_concurrency=MAX_CALLS, max_restarts=0)
+class WorkerActor:
+    """See WorkerProcess: each method is its namesake. ``keeper`` and ``coordinator`` are actor handles."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        worker_id: str,
+        node_id: str,
+        keeper: Any,
+        train_loop: Callable[[Session], None] | None = None,
+        log_level: str = "INFO",
+    ) -> None:
+        logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s {worker_id} %(name)s: %(message)s")
+        self._process = WorkerProcess(
+            settings, worker_id=worker_id, node_id=node_id, keeper=KeeperClient(keeper), train_loop=train_loop
+        )
+
+    def prepare(self) -> WorkerFacts:
+        return self._process.prepare()
+
+    def start(self, spec: AttemptSpec, coordinator: Any) -> None:
+        self._process.start(spec, CoordinatorClient(coordinator))
+
+    def wait_outcome(self, attempt: Attempt, timeout_s: float) -> Outcome | None:
+        return self._process.wait_outcome(attempt, timeout_s)
+
+    def heartbeat(self) -> Heartbeat:
+        return self._process.heartbeat()
+
+    def abandon(self, attempt: Attempt, timeout_s: float) -> AbandonReport:
+        return self._process.abandon(attempt, timeout_s)
+
+    def close(self) -> None:
+        self._process.close()
