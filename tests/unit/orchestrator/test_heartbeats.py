@@ -1,0 +1,41 @@
+"""Who hangs: pure judgement of pulses."""
+
+from __future__ import annotations
+
+from orchestrator.config import FailureConfig
+from orchestrator.heartbeats import Pulse, judge, limit_of
+from workers.contract import Heartbeat, Phase
+
+CONFIG = FailureConfig(silent_s=10, training_s=20, checkpointing_s=60)
+
+
+def pulse(worker: str, phase: Phase, age_s: float, silent_s: float = 0.0) -> Pulse:
+    beat = Heartbeat(worker_id=worker, attempt=None, phase=phase, step=3, age_s=age_s)
+    return Pulse(beat=beat, silent_s=silent_s)
+
+
+def test_a_silent_process_is_named_and_those_that_wait_for_it_are_not() -> None:
+    pulses = {
+        "a": pulse("a", Phase.TRAINING, 25.0),
+        "b": pulse("b", Phase.TRAINING, 1.0, silent_s=11.0),
+        "c": pulse("c", Phase.TRAINING, 26.0),
+    }
+    assert [hang.worker_id for hang in judge(pulses, CONFIG)] == ["b"]
+
+
+def test_when_all_answer_the_one_that_stands_still_longest_is_the_culprit() -> None:
+    pulses = {"a": pulse("a", Phase.TRAINING, 21.0), "b": pulse("b", Phase.TRAINING, 24.0)}
+    assert [hang.worker_id for hang in judge(pulses, CONFIG)] == ["b"]
+
+
+def test_a_long_save_is_no_hang_until_its_own_limit() -> None:
+    assert judge({"a": pulse("a", Phase.CHECKPOINTING, 45.0)}, CONFIG) == ()
+    late = judge({"a": pulse("a", Phase.CHECKPOINTING, 61.0)}, CONFIG)
+    assert [hang.worker_id for hang in late] == ["a"]
+    assert "checkpointing_timeout" in late[0].detail
+
+
+def test_every_phase_has_a_limit_but_idle() -> None:
+    for phase in Phase:
+        limit = limit_of(phase, CONFIG)
+        assert (limit is None) == (phase is Phase.IDLE)
