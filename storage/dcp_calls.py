@@ -40,6 +40,8 @@ def _own_errors(verb: str) -> Iterator[None]:
         with warnings.catch_warnings():
             # Working without its collectives is what we want, not an accident to warn about.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            # Decoded bytes are only copied from.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
             yield
     except CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
