@@ -14,7 +14,7 @@ from storage.errors import StorageError
 from storage.frames import RawChunk, encode_shard
 from storage.keeper_protocol import SealedSnapshot
 from storage.keys import StepKey, shard_key
-from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardRecord, TensorLayout
+from storage.manifest import AttemptRecord, ChunkPlace, Receipt, TensorLayout
 from storage.object_store import ObjectStore
 from storage.snapshot_format import SnapshotHeader, StagedChunk, header_digest, read_header
 
@@ -54,14 +54,7 @@ def ship_snapshot(
         step=header.step,
         attempt=AttemptRecord.of(header.attempt),
         world_size=header.world_size,
-        shard=ShardRecord(
-            rank=header.rank,
-            key=key,
-            size=encoded.size,
-            digest=encoded.digest,
-            index_bytes=encoded.index_bytes,
-            index_digest=encoded.index_digest,
-        ),
+        shard=encoded.record(key),
         tensors=tensor_layouts(header),
         shared_state=header.shared_state,
         rank_state=header.rank_state,
