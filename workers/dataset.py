@@ -1,7 +1,7 @@
 """Reads token rows of a dataset from any object store by range, with bounded memory and every id checked.
 
 A row group is fetched whole, verified by Parquet's page checksums, checked against the vocabulary and kept among the
-few most recently used. An instance is used by one thread; a copy sent to another process opens the store anew. No torch.
+few most recently used. An instance is used by one thread; a copy sent to another process opens the store anew.
 """
 
 from __future__ import annotations

@@ -105,10 +105,11 @@ class DatasetWriter:
 
     def append_rows(self, rows: Ids) -> None:
         """Add ready rows, shape [n, sequence_length + 1], from data packed elsewhere."""
-        array = np.asarray(rows)
-        if array.ndim != 2 or array.shape[1] != self._sequence_length + 1:
-            raise DataError(f"rows have shape {array.shape}; expected [n, {self._sequence_length + 1}]")
-        self._add_rows(self._checked(array))
+        self._add_rows(self._checked_rows(rows))
+
+    def append_validation_rows(self, rows: Ids) -> None:
+        """Add ready rows to the validation split, whatever the fraction."""
+        self._add_to("validation", self._checked_rows(rows))
 
     def finish(self, *, tokenizer: bytes, source: SourceSummary) -> DatasetCard:
         """Write what is pending, the tokenizer, then the card. Raises DataError when no row came together."""
@@ -165,18 +166,26 @@ class DatasetWriter:
             )
         return ids.astype(self._dtype)
 
+    def _checked_rows(self, rows: Ids) -> npt.NDArray[np.unsignedinteger]:
+        array = np.asarray(rows)
+        if array.ndim != 2 or array.shape[1] != self._sequence_length + 1:
+            raise DataError(f"rows have shape {array.shape}; expected [n, {self._sequence_length + 1}]")
+        return self._checked(array)
+
     def _add_rows(self, rows: npt.NDArray[np.unsignedinteger]) -> None:
         numbers = np.arange(self._rows_seen, self._rows_seen + len(rows), dtype=np.float64)
         held_out = np.floor((numbers + 1) * self._fraction + self._phase) > np.floor(
             numbers * self._fraction + self._phase
         )
         self._rows_seen += len(rows)
-        for split, part in (("train", rows[~held_out]), ("validation", rows[held_out])):
-            name: Split = "train" if split == "train" else "validation"
-            if len(part):
-                self._num_rows[name] += len(part)
-                self._pending[name].append(part)
-                self._write_files(name, everything=False)
+        self._add_to("train", rows[~held_out])
+        self._add_to("validation", rows[held_out])
+
+    def _add_to(self, split: Split, rows: npt.NDArray[np.unsignedinteger]) -> None:
+        if len(rows):
+            self._num_rows[split] += len(rows)
+            self._pending[split].append(rows)
+            self._write_files(split, everything=False)
 
     def _hold_out_at_least_one(self) -> None:
         if self._fraction > 0 and not self._num_rows["validation"] and self._num_rows["train"] > 1:

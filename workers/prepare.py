@@ -97,7 +97,7 @@ def _train_tokenizer(
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=[AddedToken(END_OF_TEXT, normalized=False, special=True)],
-        # Sorted: the library hands the alphabet out in an order that changes from process to process.
+        # The library hands the alphabet out in an order that changes from process to process.
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )

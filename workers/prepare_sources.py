@@ -30,14 +30,12 @@ MAX_LINE_BYTES: Final = 256 << 20
 
 _JSONL: Final = {".jsonl", ".ndjson"}
 _PARQUET: Final = {".parquet"}
-_TEXT: Final = {
-    f".{name}"
-    for name in (
-        "txt text md rst tex html css xml json yaml yml toml ini cfg csv tsv sql proto cmake py pyi pyx ipynb "
-        "c h cc cpp cxx hpp hh cu cuh m mm rs go java kt scala cs swift js jsx ts tsx vue rb php pl pm lua r "
-        "jl hs ml mli ex exs erl clj el lisp f90 sh bash zsh ps1"
-    ).split()
-}
+_TEXT_NAMES: Final = """
+    txt text md rst tex html css xml json yaml yml toml ini cfg csv tsv sql proto cmake
+    py pyi pyx ipynb c h cc cpp cxx hpp hh cu cuh m mm rs go java kt scala cs swift js jsx ts tsx vue rb php pl pm lua
+    r jl hs ml mli ex exs erl clj el lisp f90 sh bash zsh ps1
+"""
+_TEXT: Final = {f".{name}" for name in _TEXT_NAMES.split()}
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _SKIPPED_FOLDERS: Final = {"__pycache__", "node_modules"}
 

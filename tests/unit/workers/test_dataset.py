@@ -1,0 +1,191 @@
+"""Reading rows back by range, refusing bad ids and changed data. Real Parquet files, in folders and in memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from storage.open_store import open_store
+from tests.fakes.token_datasets import write_numbered_rows
+from workers.data_errors import DataError, DatasetChanged
+from workers.dataset import TokenDataset
+from workers.dataset_card import (
+    CARD_KEY,
+    DatasetCard,
+    SourceSummary,
+    check_fingerprint,
+    fingerprint_fields,
+    load_card,
+)
+from workers.dataset_writer import DatasetWriter
+
+
+def replace_tokens(folder: Path, name: str, rows: np.ndarray, row_group_rows: int = 4) -> None:
+    """Another writer's file in the place of ours, with the card's size made to fit."""
+    tokens = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+    pq.write_table(pa.table({"tokens": tokens}), folder / name, row_group_size=row_group_rows)
+    card = json.loads((folder / CARD_KEY).read_text())
+    for file in card["files"]:
+        if file["name"] == name:
+            file["size"] = (folder / name).stat().st_size
+    (folder / CARD_KEY).write_text(json.dumps(card))
+
+
+@pytest.mark.parametrize("url", ["memory://read", "folder"])
+def test_rows_come_in_the_order_asked_across_files_and_row_groups(tmp_path: Path, url: str) -> None:
+    url = str(tmp_path / "data") if url == "folder" else url
+    write_numbered_rows(url, 19, validation_rows=3)
+    dataset = TokenDataset.open(url, "train")
+    asked = [18, 0, 7, 8, 7, 11, 3]
+    rows = dataset.rows(asked)
+    assert rows.dtype == np.int64
+    assert rows.tolist() == [[row] * 5 for row in asked]
+    assert dataset.num_rows == 19
+    assert TokenDataset.open(url, "validation").rows([0, 1, 2])[:, 0].tolist() == [19, 20, 21]
+
+
+def test_a_pickled_copy_reads_the_same(tmp_path: Path) -> None:
+    write_numbered_rows(str(tmp_path), 10)
+    dataset = TokenDataset.open(str(tmp_path), "train")
+    dataset.rows([3])
+    assert pickle.loads(pickle.dumps(dataset)).rows([9])[0].tolist() == [9] * 5
+
+
+def test_memory_holds_a_few_row_groups_and_open_files_however_many_are_read() -> None:
+    write_numbered_rows("memory://bounded", 200)
+    dataset = TokenDataset("memory://bounded", load_card(open_store("memory://bounded")), "train", cached_row_groups=3)
+    order = np.random.default_rng(0).permutation(200)
+    assert dataset.rows(order)[:, 0].tolist() == order.tolist()
+    assert len(dataset._row_groups) == 3
+    assert len(dataset._open) <= 8
+
+
+def test_a_row_group_is_fetched_once_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_numbered_rows("memory://fetched-once", 16)
+    dataset = TokenDataset.open("memory://fetched-once", "train")
+    dataset.rows([0])
+    read: list[object] = []
+    monkeypatch.setattr(dataset, "_read", lambda *place: read.append(place))
+    assert dataset.rows([1, 2, 3]).shape == (3, 5)
+    assert read == []
+
+
+@pytest.mark.parametrize("ids", [[-1], [12], [0, 99]])
+def test_a_row_that_does_not_exist_is_refused(ids: list[int]) -> None:
+    write_numbered_rows(f"memory://rows{ids}", 12)
+    with pytest.raises(DataError, match="split of 12 rows"):
+        TokenDataset.open(f"memory://rows{ids}", "train").rows(ids)
+
+
+@pytest.mark.parametrize(("bad", "dtype"), [(16, "uint16"), (70_000, "uint32"), (-1, "int32")])
+def test_the_reader_fails_at_a_bad_id_with_file_row_group_and_value(  # case B51
+    tmp_path: Path, bad: int, dtype: str
+) -> None:
+    write_numbered_rows(str(tmp_path), 16)
+    rows = np.repeat(np.arange(8, 16, dtype=dtype)[:, None], 5, axis=1)
+    rows[6, 2] = bad
+    replace_tokens(tmp_path, "train-00001.parquet", rows)
+    dataset = TokenDataset.open(str(tmp_path), "train")
+    assert dataset.rows([8])[0, 0] == 8
+    with pytest.raises(
+        DataError, match=rf"train-00001\.parquet, row group 1, row 6: token id {bad} at place 2"
+    ) as caught:
+        dataset.rows([13])
+    assert (caught.value.file, caught.value.row_group) == ("train-00001.parquet", 1)
+
+
+def test_any_bit_flipped_in_the_tokens_is_noticed_by_the_page_checksum(tmp_path: Path) -> None:
+    """Without the checksum some of these decode to other tokens within the vocabulary."""
+    writer = DatasetWriter(open_store(str(tmp_path)), sequence_length=63, vocab_size=1 << 16)
+    writer.append_rows(np.random.default_rng(0).integers(0, 1 << 16, (2, 64)))
+    writer.finish(tokenizer=b"{}", source=SourceSummary(description="", num_documents=1, num_bytes=1))
+    path = tmp_path / "train-00000.parquet"
+    whole = path.read_bytes()
+    chunk = pq.read_metadata(path).row_group(0).column(0)
+    end = chunk.data_page_offset + chunk.total_compressed_size
+    for place in range(end - 200, end, 5):
+        damaged = bytearray(whole)
+        damaged[place] ^= 4
+        path.write_bytes(bytes(damaged))
+        with pytest.raises(DataError, match=r"train-00000\.parquet, row group 0: not readable"):
+            TokenDataset.open(str(tmp_path), "train").rows([0])
+
+
+def test_a_file_with_other_rows_than_the_card_says_is_refused(tmp_path: Path) -> None:
+    write_numbered_rows(str(tmp_path), 16)
+    replace_tokens(tmp_path, "train-00001.parquet", np.zeros((7, 5), dtype=np.uint16))
+    with pytest.raises(DataError, match=r"train-00001\.parquet: holds 7 rows .* card says 8"):
+        TokenDataset.open(str(tmp_path), "train").rows([8])
+
+
+def test_rows_of_another_length_than_the_card_says_are_refused(tmp_path: Path) -> None:
+    write_numbered_rows(str(tmp_path), 8)
+    replace_tokens(tmp_path, "train-00000.parquet", np.zeros((8, 6), dtype=np.uint16))
+    with pytest.raises(DataError, match=r"holds 24 values of type uint16; expected 4 rows of 5"):
+        TokenDataset.open(str(tmp_path), "train").rows([0])
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    write_numbered_rows(str(tmp_path), 8)
+    (tmp_path / "train-00000.parquet").unlink()
+    with pytest.raises(DataError, match=r"train-00000\.parquet: the file is missing"):
+        TokenDataset.open(str(tmp_path), "train").rows([0])
+
+
+def test_a_damaged_card_is_refused_with_the_place(tmp_path: Path) -> None:
+    write_numbered_rows(str(tmp_path), 8)
+    card = json.loads((tmp_path / CARD_KEY).read_text())
+    (tmp_path / CARD_KEY).write_text(json.dumps(card | {"num_train_rows": 9}))
+    with pytest.raises(DataError, match=r"dataset\.json: .*train files hold 8 rows, the card says 9"):
+        TokenDataset.open(str(tmp_path), "train")
+
+
+def changed_fields(saved: dict[str, str | int], card: DatasetCard, seed: int = 0, global_batch: int = 2) -> set[str]:
+    with pytest.raises(DatasetChanged, match=r"data\.allow_changed") as caught:
+        check_fingerprint(saved, card, seed=seed, global_batch=global_batch)
+    for change in caught.value.changes:
+        assert change.field in str(caught.value)
+    return {change.field for change in caught.value.changes}
+
+
+def test_changed_data_is_refused_by_the_name_of_each_changed_field() -> None:  # case B49
+    card = write_numbered_rows("memory://b49", 20)
+    saved = fingerprint_fields(card, seed=0, global_batch=2)
+    assert check_fingerprint(saved, card, seed=0, global_batch=2) == ()
+
+    fewer = write_numbered_rows("memory://b49-fewer", 10)
+    longer = write_numbered_rows("memory://b49-longer", 20, sequence_length=5)
+    assert changed_fields(saved, fewer) >= {"file_list", "total_rows"}
+    assert changed_fields(saved, longer) >= {"file_list", "sequence_length"}
+    assert changed_fields(saved, card, seed=1) == {"seed"}
+    assert changed_fields(saved, card, global_batch=4) == {"global_batch"}
+    assert changed_fields({}, card) >= {"file_list", "seed"}
+
+
+def test_one_more_file_that_sorts_first_changes_the_file_list() -> None:  # case B49 (a)
+    card = write_numbered_rows("memory://b49-files", 20)
+    first = card.files[0].model_copy(update={"name": "train-00009.parquet"})
+    grown = card.model_copy(update={"files": (first, *card.files), "num_train_rows": 28})
+    saved = fingerprint_fields(card, seed=0, global_batch=2)
+    assert changed_fields(saved, grown) == {"file_list", "total_rows"}
+
+
+def test_the_override_goes_on_and_returns_the_changes_for_the_record() -> None:  # case B49
+    card = write_numbered_rows("memory://b49-override", 20)
+    saved = fingerprint_fields(card, seed=0, global_batch=2)
+    changes = check_fingerprint(saved, card, seed=7, global_batch=2, allow_changed=True)
+    assert [(change.field, change.saved, change.now) for change in changes] == [("seed", 0, 7)]
+
+
+def test_the_refusal_survives_pickling() -> None:
+    card = write_numbered_rows("memory://b49-pickle", 20)
+    with pytest.raises(DatasetChanged) as caught:
+        check_fingerprint({}, card, seed=0, global_batch=2)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), copy.changes) == (str(caught.value), caught.value.changes)
