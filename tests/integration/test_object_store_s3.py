@@ -5,7 +5,6 @@ Real: s3fs, botocore, sockets, a server process (moto). Stalls are played by a s
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import socket
@@ -14,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,19 +22,9 @@ from storage.errors import ObjectExists, StoreRefused, StoreUnavailable
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from storage.s3_store import S3Store
+from tests.unit.storage.object_store_conformance import ObjectStoreConformance
 
 _MIB = 1 << 20
-
-
-def _load_conformance() -> type:
-    path = Path(__file__).parents[1] / "unit" / "storage" / "object_store_conformance.py"
-    spec = importlib.util.spec_from_file_location("object_store_conformance", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.ObjectStoreConformance
 
 
 def _free_port() -> int:
@@ -99,7 +87,7 @@ def config(endpoint: str) -> StoreConfig:
     return StoreConfig(endpoint_url=endpoint, retries=0)
 
 
-class TestConformance(_load_conformance()):
+class TestConformance(ObjectStoreConformance):
     @pytest.fixture(params=["below a prefix", "whole bucket"])
     def store(self, request: pytest.FixtureRequest, bucket: str, config: StoreConfig) -> ObjectStore:
         return open_store(f"s3://{bucket}/a/run" if request.param == "below a prefix" else f"s3://{bucket}", config)

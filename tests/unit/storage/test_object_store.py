@@ -5,10 +5,8 @@ Real: the file system. A lost process is played by an exception out of the middl
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
-import sys
 import threading
 from pathlib import Path
 
@@ -23,20 +21,10 @@ from storage.memory_store import MemoryStore
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from storage.s3_store import part_bytes
+from tests.unit.storage.object_store_conformance import ObjectStoreConformance
 
 
-def _load_conformance() -> type:
-    path = Path(__file__).with_name("object_store_conformance.py")
-    spec = importlib.util.spec_from_file_location("object_store_conformance", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.ObjectStoreConformance
-
-
-class TestConformance(_load_conformance()):
+class TestConformance(ObjectStoreConformance):
     @pytest.fixture(params=["memory", "local", "fsspec", "retrying"])
     def store(self, request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
         match request.param:

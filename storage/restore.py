@@ -1,0 +1,104 @@
+"""Chooses the one RestorePlan of an Attempt from the commit log, and takes unusable Checkpoints out of use.
+
+No Shard is read here: existence and size are seen in one listing; the reader checks every digest. An error of the store
+is never taken for "no Checkpoint".
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from storage.commit_log import CommitLog, uncommitted_steps
+from storage.errors import CorruptCheckpoint, ObjectMissing, StorageError
+from storage.events import utc_text
+from storage.keys import COMMITS, SHARDS, Attempt
+from storage.manifest import Commit, Manifest
+from storage.sources import RestorePlan, ShardLocation
+
+__all__ = ["plan_restore"]
+
+logger = logging.getLogger(__name__)
+
+
+def plan_restore(
+    log: CommitLog,
+    *,
+    attempt: Attempt,
+    step: int | None = None,
+    allow_partial: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> RestorePlan | None:
+    """The plan for ``attempt``: from the newest usable Commit, or from exactly ``step``.
+
+    None says that the Run has never committed anything. A Checkpoint found bad is quarantined; without ``step`` the
+    previous one is taken. Raises ObjectMissing for an absent ``step`` and StorageError when every Commit is unusable.
+    """
+    # Commits first: listed the other way round, a Commit made in between would seem to lack its Shards.
+    candidates = log.commits()
+    shards = log.store.list(SHARDS)
+    sizes = {entry.key: entry.size for entry in shards}
+    for cut_off in uncommitted_steps(log.store, shards):
+        logger.warning("step %d (%s) is passed over: it has shards but no commit", cut_off.step, cut_off.stem)
+    if step is not None:
+        candidates = _exactly(log, step, candidates)
+    for commit in reversed(candidates):
+        try:
+            manifest = _checked_manifest(log, commit, sizes)
+        except CorruptCheckpoint as error:
+            log.quarantine(commit.step_key, error.key, error.reason, utc_text(clock()))
+            logger.warning("step %d is quarantined: %s: %s", commit.step, error.key, error.reason)
+            if step is not None:
+                raise
+            continue
+        return _plan(log, attempt, commit, manifest, allow_partial)
+    _refuse_a_silent_fresh_start(log)
+    return None
+
+
+def _exactly(log: CommitLog, step: int, commits: list[Commit]) -> list[Commit]:
+    found = [commit for commit in commits if commit.step == step]
+    if not found:
+        available = ", ".join(str(commit.step) for commit in commits) or "none"
+        raise ObjectMissing(f"checkpoint of step {step}", f"{log.store.url} (usable steps: {available})")
+    return found
+
+
+def _checked_manifest(log: CommitLog, commit: Commit, sizes: Mapping[str, int]) -> Manifest:
+    manifest = log.read_manifest(commit)
+    for shard in manifest.shards:
+        size = sizes.get(shard.key)
+        if size is None:
+            raise CorruptCheckpoint(commit.step, shard.key, "missing file", shard.rank)
+        if size != shard.size:
+            raise CorruptCheckpoint(commit.step, shard.key, f"{size} bytes, committed {shard.size}", shard.rank)
+    return manifest
+
+
+def _plan(log: CommitLog, attempt: Attempt, commit: Commit, manifest: Manifest, allow_partial: bool) -> RestorePlan:
+    return RestorePlan(
+        attempt=attempt,
+        source=commit.step_key,
+        root_url=log.store.url,
+        manifest_key=commit.manifest_key,
+        manifest_bytes=commit.manifest_bytes,
+        manifest_digest=commit.manifest_digest,
+        shards=tuple(
+            ShardLocation(rank=shard.rank, tier="object-storage", location=shard.key) for shard in manifest.shards
+        ),
+        allow_partial=allow_partial,
+    )
+
+
+def _refuse_a_silent_fresh_start(log: CommitLog) -> None:
+    """Starting at step 0 where work was committed would throw it away unseen."""
+    scan, quarantined = log.scan(), log.quarantined()
+    if not scan.commits and not scan.unreadable and not quarantined:
+        return
+    reasons = [f"step {key.step}: {record.key}: {record.reason}" for key, record in sorted(quarantined.items())]
+    reasons += [f"{key}: unreadable record" for key in scan.unreadable]
+    raise StorageError(
+        f"{log.store.url} has Checkpoints under {COMMITS} but none is usable ({'; '.join(reasons) or 'all void'}); "
+        "repair the store, or start a new run at another url"
+    )
