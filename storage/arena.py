@@ -1,8 +1,7 @@
 """The node's shared-memory buffers: who holds which file, how many there may be, and the workers' mappings of them.
 
 It neither encodes nor uploads, and does not know which Attempt is current: the Keeper decides who may lease. What lies
-inside a buffer is storage.snapshot_format's concern, a worker's mapping storage.buffer_map's; their names are exported
-here too.
+inside a buffer is storage.snapshot_format's concern, a worker's mapping storage.buffer_map's.
 """
 
 from __future__ import annotations
@@ -19,34 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from storage.buffer_map import BufferMap, map_buffer, map_file
+from storage.buffer_map import map_file
 from storage.errors import StorageError
 from storage.keeper_protocol import BufferLease, LeaseRequest, SealedSnapshot
-from storage.snapshot_format import (
-    SNAPSHOT_VERSION,
-    SnapshotHeader,
-    StagedChunk,
-    assign_offsets,
-    header_digest,
-    read_header,
-    write_header,
-)
 
-__all__ = [
-    "BUFFERS_PER_RANK",
-    "SNAPSHOT_VERSION",
-    "Arena",
-    "BufferMap",
-    "SnapshotHeader",
-    "StagedChunk",
-    "arena_directory",
-    "assign_offsets",
-    "header_digest",
-    "map_buffer",
-    "process_incarnation",
-    "read_header",
-    "write_header",
-]
+__all__ = ["BUFFERS_PER_RANK", "Arena", "arena_directory", "process_incarnation"]
 
 logger = logging.getLogger(__name__)
 

@@ -229,7 +229,7 @@ class Keeper:
             self._note_error(f"step {snapshot.step} rank {snapshot.rank}: {reason}")
         finally:
             self._arena.release(snapshot.lease_id)
-        if self._is_over(snapshot):
+        if receipt is None and not reason:
             return None
         return OutboxMessage(
             attempt=snapshot.attempt, step=snapshot.step, rank=snapshot.rank, receipt=receipt, reason=reason

@@ -50,7 +50,7 @@ class BufferLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedSnapshot:
-    """The worker's word that the buffer is whole. ``header_digest`` is xxh3_64 of the binary header (storage.arena)."""
+    """The worker's word that the buffer is whole. ``header_digest``: see storage.snapshot_format."""
 
     lease_id: str
     run_id: str

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.arena import SnapshotHeader, StagedChunk, assign_offsets, map_buffer, write_header
+from storage.buffer_map import map_buffer
 from storage.keeper_protocol import BufferLease, KeeperPort, LeaseRequest, SealedSnapshot
 from storage.keys import Attempt
+from storage.snapshot_format import SnapshotHeader, StagedChunk, assign_offsets, write_header
 
 Arrays = Mapping[str, NDArray[np.float32]]
 

@@ -9,22 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.arena import (
-    Arena,
-    BufferMap,
-    SnapshotHeader,
-    StagedChunk,
-    arena_directory,
-    assign_offsets,
-    header_digest,
-    map_buffer,
-    process_incarnation,
-    read_header,
-    write_header,
-)
+from storage.arena import Arena, arena_directory, process_incarnation
+from storage.buffer_map import BufferMap, map_buffer
 from storage.errors import StorageError
 from storage.keeper_protocol import BufferLease, LeaseRequest, SealedSnapshot
 from storage.keys import Attempt
+from storage.snapshot_format import (
+    SnapshotHeader,
+    StagedChunk,
+    assign_offsets,
+    header_digest,
+    read_header,
+    write_header,
+)
 from tests.fakes.snapshot_writer import fill, make_header
 
 FIRST = Attempt(number=1, nonce="00000001")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from storage.arena import map_buffer
+from storage.buffer_map import map_buffer
 from storage.config import CheckpointConfig
 from storage.errors import StorageError, StoreUnavailable
 from storage.keeper import Keeper
