@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
@@ -118,7 +119,11 @@ class LeafStream:
         start = (step - 1) * self._config.global_batch if position is None else position
         requests = _Requests(self._config, self._rank, self._world_size, step, start)
         source = _LeafSource(self._dataset, self._seed, self._config.micro_batch)
-        self._fetched = iter(_make_loader(source, requests, self._config))
+        with warnings.catch_warnings():
+            # Said by torch of torchdata's own call, once in every process; nothing a reader could act on.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+            loader = _make_loader(source, requests, self._config)
+        self._fetched = iter(loader)
         self._step, self._consumed = step, 0
         logger.info("stream of rank %d begins at step %d, position %d", self._rank, step, start)
 
