@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from storage.keys import Attempt
-
 __all__ = ["EventLog", "read_events", "utc_text"]
 
 logger = logging.getLogger(__name__)
@@ -53,12 +51,15 @@ class EventLog:
         self,
         event: str,
         *,
-        attempt: Attempt | None = None,
+        attempt: int | None = None,
         step: int | None = None,
         rank: int | None = None,
         **fields: Any,
     ) -> None:
-        """Append one event. ``fields`` must be plain JSON values and may not reuse a fixed name."""
+        """Append one event. ``fields`` must be plain JSON values and may not reuse a fixed name.
+
+        An Attempt is written as its number.
+        """
         clash = [name for name in fields if name in _FIXED]
         if clash:
             raise ValueError(f"event {event}: {', '.join(clash)} are names of fixed fields")
@@ -68,7 +69,7 @@ class EventLog:
             "time_utc": utc_text(now_s),
             "t_s": round(now_s - self._started_at_s, 6),
             "run": self._run_id,
-            "attempt": None if attempt is None else attempt.label,
+            "attempt": attempt,
             "step": step,
             "rank": rank,
             **fields,

@@ -6,9 +6,9 @@ A rank that dies then never takes the store with it. Each Attempt uses names of 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import ray
-from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["Rendezvous", "RendezvousActor"]
 
@@ -19,6 +19,8 @@ class Rendezvous:
     """A TCPStore server on a free port of ``host``, the address at which all nodes reach this process."""
 
     def __init__(self, host: str) -> None:
+        from torch._C._distributed_c10d import TCPStore  # loads torch: here, never in the driver that names this class
+
         self._host = host
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_TIMEOUT_S))
 
@@ -27,12 +29,4 @@ class Rendezvous:
         return self._host, self._store.port
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
-class RendezvousActor:
-    """The thin shell round Rendezvous."""
-
-    def __init__(self, host: str) -> None:
-        self._rendezvous = Rendezvous(host)
-
-    def address(self) -> tuple[str, int]:
-        return self._rendezvous.address()
+RendezvousActor: Any = ray.remote(num_cpus=0, max_restarts=0)(Rendezvous)

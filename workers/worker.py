@@ -6,8 +6,8 @@ It also installs this process's log output. Everything else it does is `workers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -24,13 +24,14 @@ from workers.contract import (
     WorkerFacts,
 )
 from workers.errors import CoordinatorUnavailable
-from workers.session import Session
 from workers.settings import WorkerSettings
-from workers.worker_process import WorkerProcess
 
-__all__ = ["MAX_CALLS", "CoordinatorClient", "WorkerActor"]
+if TYPE_CHECKING:
+    from workers.session import Session
 
-MAX_CALLS = 8
+__all__ = ["CoordinatorClient", "WorkerActor", "create_worker"]
+
+_MAX_CALLS = 8
 """Calls that may run side by side: outcome waits, an abandon, and heartbeats that must never queue behind them."""
 _EXCHANGE_S = 10.0
 
@@ -53,7 +54,7 @@ class CoordinatorClient:
         return reply
 
 
-@ray.remote(max_concurrency=MAX_CALLS, max_restarts=0)
+@ray.remote(max_restarts=0)
 class WorkerActor:
     """See WorkerProcess: each method is its namesake. ``keeper`` and ``coordinator`` are actor handles."""
 
@@ -67,6 +68,8 @@ class WorkerActor:
         train_loop: Callable[[Session], None] | None = None,
         log_level: str = "INFO",
     ) -> None:
+        from workers.worker_process import WorkerProcess  # loads torch: here, never in the driver that names this class
+
         logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s {worker_id} %(name)s: %(message)s")
         self._process = WorkerProcess(
             settings, worker_id=worker_id, node_id=node_id, keeper=KeeperClient(keeper), train_loop=train_loop
@@ -89,3 +92,19 @@ class WorkerActor:
 
     def close(self) -> None:
         self._process.close()
+
+
+def create_worker(
+    settings: WorkerSettings,
+    *,
+    worker_id: str,
+    node_id: str,
+    keeper: Any,
+    train_loop: Callable[[Session], None] | None = None,
+    log_level: str = "INFO",
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Handle of a new worker actor. ``options`` (resources, placement) are Ray's; concurrency is set here."""
+    return WorkerActor.options(**(options or {}), max_concurrency=_MAX_CALLS).remote(  # type: ignore[attr-defined]
+        settings, worker_id=worker_id, node_id=node_id, keeper=keeper, train_loop=train_loop, log_level=log_level
+    )

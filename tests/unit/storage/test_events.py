@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from storage.events import EventLog, read_events, utc_text
-from storage.keys import Attempt
 
 
 def test_a_line_has_the_fixed_fields_first_and_then_its_own(tmp_path: Path) -> None:
     times = iter([1000.0, 1002.5])
     log = EventLog(tmp_path / "sub" / "events.jsonl", "run", lambda: next(times))
-    log.emit("committed", attempt=Attempt(number=3, nonce="0123abcd"), step=40, rank=1, seconds=0.5)
+    log.emit("committed", attempt=3, step=40, rank=1, seconds=0.5)
     text = (tmp_path / "sub" / "events.jsonl").read_text()
     assert text.endswith("\n")
     assert list(json.loads(text).items()) == [
@@ -24,11 +23,16 @@ def test_a_line_has_the_fixed_fields_first_and_then_its_own(tmp_path: Path) -> N
         ("time_utc", "1970-01-01T00:16:42.500Z"),
         ("t_s", 2.5),
         ("run", "run"),
-        ("attempt", "a000003-0123abcd"),
+        ("attempt", 3),
         ("step", 40),
         ("rank", 1),
         ("seconds", 0.5),
     ]
+
+
+def test_an_attempt_may_be_given_by_its_number(tmp_path: Path) -> None:
+    EventLog(tmp_path / "e", "run").emit("step", attempt=7)
+    assert read_events(tmp_path / "e")[0]["attempt"] == 7
 
 
 def test_the_start_of_the_run_may_be_given(tmp_path: Path) -> None:
