@@ -10,12 +10,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from workers.dataset import TokenDataset
 from workers.reduction import ordered_mean
 from workers.stream import Leaf, validation_leaves
 
-__all__ = ["evaluate", "move_leaf"]
+__all__ = ["evaluate", "move_leaf", "reshard"]
 
 
 def evaluate(
@@ -46,10 +47,19 @@ def evaluate(
                     present[leaf.index] = 1.0
     finally:
         model.train(was_training)
+        reshard(model)
     both = torch.stack((losses, present))
     start_sum(both).wait()
     summed, counted = both.tolist()
     return ordered_mean([loss for loss, count in zip(summed, counted, strict=True) if count])
+
+
+def reshard(model: nn.Module) -> None:
+    """Put a sharded model's parameters back into shards: after a forward without a backward some are whole still, and
+    then are not the ones that the optimizer holds."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def move_leaf(leaf: Leaf, device: torch.device) -> Leaf:

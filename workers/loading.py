@@ -6,7 +6,6 @@ and checking a Checkpoint is `resume`'s work.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -27,8 +26,6 @@ from workers.settings import WorkerSettings
 from workers.state import Tracker, TrainingState
 
 __all__ = ["Makers", "load_state"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +66,7 @@ def load_state(
         seed_rng(settings.seed, spec.rank, 0)
         return state
     store = open_store(spec.restore.root_url, settings.checkpoint.store)
-    report = restore(state, spec.restore, store, rank=spec.rank, world_size=spec.world.size)
-    _log.info("attempt %s rank %d restored step %d: %s", spec.attempt.label, spec.rank, spec.restore.step, report)
+    restore(state, spec.restore, store, rank=spec.rank, world_size=spec.world.size, seed=settings.seed)
     return state
 
 

@@ -26,7 +26,7 @@ from workers.courier import Courier
 from workers.data_identity import DATA_TRACKER, DataIdentity
 from workers.dataset import TokenDataset
 from workers.errors import LoopMisused, RanksDisagree
-from workers.evaluation import evaluate
+from workers.evaluation import evaluate, reshard
 from workers.groups import Groups
 from workers.heartbeat import Pulse
 from workers.loading import Makers, load_state
@@ -346,6 +346,7 @@ class Session:
         return self._settings.checkpoint.leave_timeout_s if is_leave else 0.0
 
     def _stage(self, step: int, wait_s: float) -> bool:
+        reshard(self.state.model)  # a loop's own evaluation may have left parameters whole
         snapshot = capture(self.state, rank=self.rank, world_size=self.world_size)
         result = self._parts.stager.stage(
             snapshot,

@@ -1,0 +1,174 @@
+"""Real worker processes for tests: each holds a WorkerProcess with a real Keeper of its own, driven through a pipe.
+
+Ray is not needed: process groups are gloo's, the rendezvous store is a real one in the test's process, the coordinator
+is `ScriptedCoordinator` inside rank 0. A process is reused from test to test with a new WorkerProcess in it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from storage.keys import Attempt
+from storage.sources import RestorePlan
+from workers.contract import AttemptSpec, Member, World
+from workers.settings import WorkerSettings
+
+__all__ = ["Ended", "RankProcess", "make_spec"]
+
+_CALL_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How an Attempt ended on one rank, and on rank 0 what its coordinator had heard."""
+
+    outcome: Any
+    reports: tuple[Any, ...] = ()
+    evals: tuple[Any, ...] = ()
+    bound: tuple[Any, ...] = ()
+    skipped: tuple[int, ...] = ()
+    receipts: tuple[Any, ...] = ()
+
+
+def make_spec(
+    attempt: Attempt,
+    rank: int,
+    world_size: int,
+    port: int,
+    *,
+    restore: RestorePlan | None = None,
+    timeout_s: float = 30.0,
+) -> AttemptSpec:
+    members = tuple(Member(rank=r, worker_id=f"w{r}", node_id=f"n{r}") for r in range(world_size))
+    return AttemptSpec(
+        run_id="run",
+        world=World(attempt=attempt, members=members),
+        rank=rank,
+        store_host="127.0.0.1",
+        store_port=port,
+        group_timeout_s=timeout_s,
+        restore=restore,
+    )
+
+
+class RankProcess:
+    """One child process. Every call waits for its answer, at most two minutes; errors of the child are raised here."""
+
+    def __init__(self, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def make(self, settings: WorkerSettings, root: Path, train_loop: Callable[[Any], None] | None = None) -> None:
+        self.call("make", settings, root, train_loop)
+
+    def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        self.send(name, *arguments, **options)
+        return self.receive()
+
+    def send(self, name: str, *arguments: Any, **options: Any) -> None:
+        self._pipe.send((name, arguments, options))
+
+    def receive(self) -> Any:
+        if not self._pipe.poll(_CALL_S):
+            raise TimeoutError(f"process {self.pid} gave no answer within {_CALL_S:g} s")
+        is_error, value = self._pipe.recv()
+        if is_error:
+            raise value
+        return value
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join(10)
+
+
+class _Server:
+    """The child's side: each public method is a call."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._worker: Any = None
+        self._keeper: Any = None
+        self._sink: Any = None
+        self._coordinator: Any = None
+
+    def make(self, settings: WorkerSettings, root: Path, train_loop: Callable[[Any], None] | None) -> None:
+        from storage.keeper import Keeper
+        from storage.open_store import open_store
+        from tests.fakes.recording_sink import RecordingSink
+        from workers.worker_process import WorkerProcess
+
+        self.close()
+        self._sink = RecordingSink()
+        arena = Path("/dev/shm") / f"raysume-test-{os.getpid()}"
+        self._keeper = Keeper(
+            settings.run_id, f"n{self._rank}", open_store(str(root)), self._sink, settings.checkpoint, arena
+        )
+        self._worker = WorkerProcess(
+            settings,
+            worker_id=f"w{self._rank}",
+            node_id=f"n{self._rank}",
+            keeper=self._keeper,
+            train_loop=train_loop,
+        )
+        self._worker.prepare()
+
+    def start(self, spec: AttemptSpec, **script: Any) -> None:
+        from tests.fakes.coordinators import ScriptedCoordinator
+
+        self._coordinator = ScriptedCoordinator(spec.attempt, **script)
+        self._worker.start(spec, self._coordinator)
+
+    def ended(self, attempt: Attempt, timeout_s: float = 60.0) -> Ended | None:
+        outcome = self._worker.wait_outcome(attempt, timeout_s)
+        if outcome is None:
+            return None
+        self._keeper.flush(timeout_s)
+        heard = self._coordinator
+        return Ended(
+            outcome=outcome,
+            reports=tuple(heard.reports),
+            evals=tuple(heard.evals),
+            bound=tuple(heard.bound),
+            skipped=tuple(heard.skipped),
+            receipts=tuple(self._sink.receipts),
+        )
+
+    def abandon(self, attempt: Attempt, timeout_s: float = 30.0) -> Any:
+        return self._worker.abandon(attempt, timeout_s)
+
+    def heartbeat(self) -> Any:
+        return self._worker.heartbeat()
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._keeper.close()
+
+
+def _serve(pipe: Connection, rank: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    server = _Server(rank)
+    while True:
+        try:
+            name, arguments, options = pipe.recv()
+        except EOFError:
+            server.close()
+            return
+        try:
+            pipe.send((False, getattr(server, name)(*arguments, **options)))
+        except Exception as error:  # noqa: BLE001  the test sees it
+            pipe.send((True, error))

@@ -1,0 +1,254 @@
+"""Training processes without a driver. Real: processes, gloo, FSDP2, transformers, Keepers, stores. Scripted: Orders.
+
+The same three processes serve every test, as warm workers do: each test gives them new settings and newer Attempts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from storage.config import CheckpointConfig
+from storage.keys import Attempt, new_nonce
+from tests.fakes.rank_processes import Ended, RankProcess, make_spec
+from tests.fakes.token_datasets import write_numbered_rows
+from workers.config import DataConfig, EvalConfig, ModelConfig
+from workers.contract import CauseKind, OrderKind, OutcomeKind, Phase
+from workers.errors import AttemptRefused
+from workers.rendezvous import Rendezvous
+from workers.session import Session
+from workers.settings import WorkerSettings
+
+STEPS = 6
+NUM_ROWS = 200
+LLAMA = ModelConfig(
+    config={
+        "model_type": "llama",
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": False,
+    }
+)
+_numbers = count(1)
+
+
+class Trio:
+    """Three processes and the store they meet at."""
+
+    def __init__(self) -> None:
+        self.rendezvous = Rendezvous("127.0.0.1")
+        self.processes = [RankProcess(rank) for rank in range(3)]
+
+    def make(self, settings: WorkerSettings, root: Path, train_loop: object = None) -> None:
+        for process in self.processes:
+            process.send("make", settings, root, train_loop)
+        for process in self.processes:
+            process.receive()
+
+    def start(self, world_size: int, **script: object) -> Attempt:
+        attempt = Attempt(number=next(_numbers), nonce=new_nonce())
+        port = self.rendezvous.address()[1]
+        for rank in range(world_size):
+            self.processes[rank].call("start", make_spec(attempt, rank, world_size, port), **script)
+        return attempt
+
+    def ended(self, attempt: Attempt, ranks: Sequence[int]) -> list[Ended]:
+        for rank in ranks:
+            self.processes[rank].send("ended", attempt)
+        return [self.processes[rank].receive() for rank in ranks]
+
+    def run(self, world_size: int, **script: object) -> list[Ended]:
+        return self.ended(self.start(world_size, **script), range(world_size))
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[Trio]:
+    trio = Trio()
+    try:
+        yield trio
+    finally:
+        trio.close()
+
+
+@pytest.fixture(scope="module")
+def data_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    url = str(tmp_path_factory.mktemp("data"))
+    write_numbered_rows(url, NUM_ROWS, sequence_length=16, validation_rows=12)
+    return url
+
+
+def make_settings(
+    data_url: str, *, every_steps: int | None = None, eval_every: int | None = None, total_steps: int = STEPS
+) -> WorkerSettings:
+    return WorkerSettings(
+        run_id="run",
+        seed=5,
+        total_steps=total_steps,
+        model=LLAMA,
+        data=DataConfig(url=data_url, sequence_length=16, global_batch=8, micro_batch=2),
+        eval=EvalConfig(every_steps=eval_every, num_leaves=4),
+        checkpoint=CheckpointConfig(every_steps=every_steps),
+    )
+
+
+def train_and_fail_on_rank_1(session: Session) -> None:
+    for step in session.steps():
+        if session.rank == 1 and step.number == 3:
+            raise ValueError("bad batch in the user's own loop")
+        for leaf in step.leaves():
+            step.backward(leaf, session.loss(leaf))
+        step.apply()
+        session.step_end(step)
+
+
+def train_and_stop_early(session: Session) -> None:
+    for step in session.steps():
+        for leaf in step.leaves():
+            step.backward(leaf, session.loss(leaf))
+        step.apply()
+        session.step_end(step)
+        if step.number == 2:
+            return
+
+
+def test_losses_samples_and_weights_do_not_depend_on_the_world_size(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    trio.make(make_settings(data_url, eval_every=3), tmp_path)
+    by_size = {size: trio.run(size) for size in (3, 1, 2)}
+    alone = by_size[1][0]
+    assert [report.step for report in alone.reports] == list(range(1, STEPS + 1))
+    for size, ended in by_size.items():
+        assert [e.outcome.kind for e in ended] == [OutcomeKind.FINISHED] * size
+        first = ended[0]
+        assert [r.loss for r in first.reports] == pytest.approx([r.loss for r in alone.reports], rel=1e-4)
+        assert [r.grad_norm for r in first.reports] == pytest.approx([r.grad_norm for r in alone.reports], rel=1e-3)
+        assert [r.lr for r in first.reports] == [r.lr for r in alone.reports]
+        assert [r.sample_chain for r in first.reports] == [r.sample_chain for r in alone.reports]
+        assert [r.position for r in first.reports] == [8 * step for step in range(1, STEPS + 1)]
+        assert [e.step for e in first.evals] == [3, 6]
+        assert [e.loss for e in first.evals] == pytest.approx([e.loss for e in alone.evals], rel=1e-4)
+        assert first.outcome.weights_digest is not None
+        assert all(e.outcome.weights_digest is None for e in ended[1:])
+    assert len({r.sample_chain for r in alone.reports}) == STEPS
+
+
+def test_the_last_step_is_saved_on_every_rank_and_cadence_from_the_first(
+    trio: Trio, data_url: str, tmp_path: Path
+) -> None:
+    trio.make(make_settings(data_url, every_steps=2, total_steps=5), tmp_path)
+    ended = trio.run(2)
+    assert [order.step for order in ended[0].bound] == [2, 4, 5]
+    for rank, one in enumerate(ended):
+        assert [(receipt.step, receipt.shard.rank) for receipt in one.receipts] == [(2, rank), (4, rank), (5, rank)]
+    progress = ended[0].receipts[0].shared_state["progress"]
+    assert (progress["step"], progress["position"]) == (2, 16)
+    assert progress["sample_chain"] == ended[0].reports[1].sample_chain
+
+
+def test_an_order_to_leave_lands_on_all_ranks_at_the_same_step(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    trio.make(make_settings(data_url, total_steps=200), tmp_path)
+    ended = trio.run(3, order_after=2)
+    assert [e.outcome.kind for e in ended] == [OutcomeKind.LEFT] * 3
+    left_at = {e.outcome.last_step for e in ended}
+    assert len(left_at) == 1
+    step = left_at.pop()
+    assert 4 <= step < 200
+    assert [(o.number, o.kind, o.step) for o in ended[0].bound] == [(1, OrderKind.LEAVE, step)]
+    assert [[receipt.step for receipt in e.receipts] for e in ended] == [[step]] * 3
+    assert ended[0].reports[-1].step == step
+
+
+def test_a_snapshot_order_waits_for_its_step_and_training_goes_on(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    trio.make(make_settings(data_url, total_steps=40), tmp_path)
+    ended = trio.run(2, order_after=1, kind=OrderKind.SNAPSHOT, not_before_step=30)
+    assert [e.outcome.kind for e in ended] == [OutcomeKind.FINISHED] * 2
+    step = ended[0].bound[0].step
+    assert step >= 30
+    assert [receipt.step for receipt in ended[1].receipts] == sorted({step, 40})
+
+
+def test_a_users_exception_is_reported_by_its_rank_and_echoed_by_the_others(
+    trio: Trio, data_url: str, tmp_path: Path
+) -> None:
+    trio.make(make_settings(data_url), tmp_path, train_and_fail_on_rank_1)
+    ended = trio.run(3)
+    causes = [e.outcome.cause for e in ended]
+    assert [e.outcome.kind for e in ended] == [OutcomeKind.FAILED] * 3
+    assert [cause.kind for cause in causes] == [CauseKind.COLLECTIVE, CauseKind.USER, CauseKind.COLLECTIVE]
+    assert causes[1].error_type == "ValueError"
+    assert "bad batch" in causes[1].message
+    assert "train_and_fail_on_rank_1" in causes[1].traceback
+    assert (causes[1].rank, causes[1].step, ended[1].outcome.last_step) == (1, 3, 2)
+
+
+def test_a_loop_that_returns_too_early_is_an_error_of_the_loop(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    trio.make(make_settings(data_url), tmp_path, train_and_stop_early)
+    outcome = trio.run(1)[0].outcome
+    assert (outcome.kind, outcome.cause.kind, outcome.cause.error_type) == (
+        OutcomeKind.FAILED,
+        CauseKind.USER,
+        "LoopMisused",
+    )
+
+
+def test_abandon_frees_a_rank_that_waits_for_ever_and_releases_its_model(
+    trio: Trio, data_url: str, tmp_path: Path
+) -> None:
+    trio.make(make_settings(data_url, total_steps=100_000), tmp_path)
+    attempt = trio.start(2)
+    while trio.processes[0].call("heartbeat").step < 2:
+        pass
+    with pytest.raises(AttemptRefused, match="still alive"):
+        trio.processes[0].call(
+            "start", make_spec(Attempt(number=next(_numbers), nonce=new_nonce()), 0, 1, trio.rendezvous.address()[1])
+        )
+    for process in trio.processes[:2]:
+        process.send("abandon", attempt)
+    reports = [process.receive() for process in trio.processes[:2]]
+    assert all(report.is_clean and report.last_step >= 2 for report in reports)
+    ended = trio.ended(attempt, (0, 1))
+    assert {e.outcome.cause.kind for e in ended} <= {CauseKind.ABANDONED, CauseKind.COLLECTIVE}
+    assert CauseKind.ABANDONED in {e.outcome.cause.kind for e in ended}
+    assert trio.processes[0].call("heartbeat").phase is Phase.IDLE
+    with pytest.raises(AttemptRefused, match="not newer|abandoned"):
+        trio.processes[0].call("start", make_spec(attempt, 0, 1, trio.rendezvous.address()[1]))
+
+
+def test_abandon_ends_a_rank_that_waits_for_others_to_come(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    trio.make(make_settings(data_url), tmp_path)
+    attempt = Attempt(number=next(_numbers), nonce=new_nonce())
+    trio.processes[0].call("start", make_spec(attempt, 0, 3, trio.rendezvous.address()[1], timeout_s=600.0))
+    report = trio.processes[0].call("abandon", attempt)
+    assert report.is_clean
+    assert trio.ended(attempt, (0,))[0].outcome.cause.kind is CauseKind.ABANDONED
+
+
+def test_a_killed_rank_fails_the_others_at_once_and_they_regroup_warm(
+    trio: Trio, data_url: str, tmp_path: Path
+) -> None:
+    trio.make(make_settings(data_url, total_steps=100_000), tmp_path)
+    attempt = trio.start(3)
+    while trio.processes[2].call("heartbeat").step < 2:
+        pass
+    os.kill(trio.processes[2].pid, signal.SIGKILL)
+    ended = trio.ended(attempt, (0, 1))
+    assert [e.outcome.cause.kind for e in ended] == [CauseKind.COLLECTIVE] * 2
+    for process in trio.processes[:2]:
+        process.send("abandon", attempt)
+    assert all(process.receive().is_clean for process in trio.processes[:2])
+    trio.processes[2] = RankProcess(2)
+    again = trio.start(2, order_after=1)
+    assert [e.outcome.kind for e in trio.ended(again, (0, 1))] == [OutcomeKind.LEFT] * 2
