@@ -1,0 +1,3 @@
+"""The driver side: decides about nodes, workers and saves. Loads no torch."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Bytes: encoded, placed, recorded, read back, verified and deleted."""
+
+__all__: list[str] = []

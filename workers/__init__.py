@@ -1,0 +1,3 @@
+"""What runs inside each training process."""
+
+__all__: list[str] = []
