@@ -12,20 +12,21 @@ from contextlib import contextmanager
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from storage.dcp_writer import TENSORS, RankPlanner
 from storage.errors import StorageError
 
 __all__ = ["load_tensors", "save_tensors"]
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], writer: StorageWriter, planner: SavePlanner) -> None:
+def save_tensors(tensors: Mapping[str, torch.Tensor], writer: StorageWriter, planner: RankPlanner) -> None:
     """Hand this rank's part of ``tensors`` to ``writer``."""
     with _own_errors("save"):
-        save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
+        save({TENSORS: dict(tensors)}, storage_writer=writer, planner=planner, no_dist=True)
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], reader: StorageReader, planner: LoadPlanner) -> None:

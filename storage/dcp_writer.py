@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
@@ -26,8 +26,10 @@ from storage.keeper_protocol import BufferLease
 from storage.manifest import Level
 from storage.snapshot_format import SnapshotHeader, StagedChunk, assign_offsets, write_header
 
-__all__ = ["FilledBuffer", "RankPlanner", "SnapshotWriter", "dtype_name", "named_dtype"]
+__all__ = ["TENSORS", "FilledBuffer", "RankPlanner", "SnapshotWriter", "dtype_name", "named_dtype"]
 
+# DCP logs every top-level entry of a state dict, which costs more than copying a small tensor: it gets one entry.
+TENSORS = "tensors"
 _HIGH_FIDELITY = (".exp_avg", ".exp_avg_sq")
 
 
@@ -61,6 +63,11 @@ class RankPlanner(DefaultSavePlanner):
         self._signature: object = None
         self._local: SavePlan | None = None
         self._global: tuple[list[SavePlan], Metadata] | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict[TENSORS], storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         signature = tuple((name, _layout(tensor)) for name, tensor in self.state_dict.items())

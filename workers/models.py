@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workers.config import ModelConfig
+from workers.errors import WorkersError
 from workers.names import clean_name, named_parameters, unwrapped
 
 __all__ = ["ModelTemplate", "UnfilledTensors", "assert_all_filled", "instantiate", "materialize", "num_parameters"]
@@ -23,7 +24,7 @@ __all__ = ["ModelTemplate", "UnfilledTensors", "assert_all_filled", "instantiate
 _BOOL_SENTINEL = 0xFF
 
 
-class UnfilledTensors(Exception):
+class UnfilledTensors(WorkersError):
     """Parameters or buffers that nobody gave a value; ``names`` lists them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
