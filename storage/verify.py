@@ -1,0 +1,187 @@
+"""Checks a committed Checkpoint against everything that was recorded of it, and lists all that is wrong.
+
+Nothing is changed or quarantined here. Needs neither torch nor ray, so it runs wherever the store can be reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from storage.commit_log import CommitLog
+from storage.errors import CorruptCheckpoint, ObjectMissing
+from storage.frames import Fetch, decode_frame, read_index
+from storage.keys import StepKey, shard_prefix
+from storage.manifest import ChunkIndex, Commit, Frame, Manifest, ShardIndex, ShardRecord
+from storage.object_store import ObjectStore
+
+__all__ = ["Problem", "VerifyReport", "verify_commit"]
+
+_WINDOW_BYTES = 32 << 20
+
+_ChunkIdentity = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong: the object, what is wrong with it, and the rank that wrote it."""
+
+    key: str
+    reason: str
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key}{'' if self.rank is None else f' (rank {self.rank})'}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What verifying one Checkpoint found. ``bytes_read`` counts stored bytes of Shards."""
+
+    step_key: StepKey
+    is_deep: bool
+    num_shards: int
+    bytes_read: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problems
+
+
+def verify_commit(store: ObjectStore, log: CommitLog, commit: Commit, deep: bool = True) -> VerifyReport:
+    """Manifest, presence, sizes and indexes; with ``deep`` also every digest, every frame decoded.
+
+    Store errors other than a missing object propagate: they say nothing of the Checkpoint.
+    """
+    try:
+        manifest = log.read_manifest(commit)
+    except CorruptCheckpoint as error:
+        problem = Problem(key=error.key, reason=error.reason)
+        return VerifyReport(step_key=commit.step_key, is_deep=deep, num_shards=0, bytes_read=0, problems=(problem,))
+    sizes = {entry.key: entry.size for entry in store.list(shard_prefix(commit.step_key))}
+    placed = _placed_by_rank(manifest)
+    problems: list[Problem] = []
+    bytes_read = 0
+    for record in manifest.shards:
+        check = _ShardCheck(store, commit.step, record)
+        check.run(placed.get(record.rank, ()), sizes, deep)
+        problems += check.problems
+        bytes_read += check.bytes_read
+    return VerifyReport(
+        step_key=commit.step_key,
+        is_deep=deep,
+        num_shards=len(manifest.shards),
+        bytes_read=bytes_read,
+        problems=tuple(problems),
+    )
+
+
+class _ShardCheck:
+    """Checks one Shard object, reading it once from front to back in bounded windows."""
+
+    def __init__(self, store: ObjectStore, step: int, record: ShardRecord) -> None:
+        self._store = store
+        self._step = step
+        self._record = record
+        self.problems: list[Problem] = []
+        self.bytes_read = 0
+
+    def run(self, placed: Iterable[_ChunkIdentity], sizes: Mapping[str, int], deep: bool) -> None:
+        record = self._record
+        size = sizes.get(record.key)
+        if size is None:
+            self._report("missing file")
+            return
+        if size != record.size:
+            self._report(f"{size} bytes, committed {record.size}")
+            return
+        try:
+            index = read_index(self._fetch, record, step=self._step)
+            self._check_layout(placed, index)
+            if deep:
+                self._check_content(index)
+        except CorruptCheckpoint as error:
+            self._report(error.reason)
+        except ObjectMissing:  # deleted since the listing
+            self._report("missing file")
+
+    def _report(self, reason: str) -> None:
+        self.problems.append(Problem(key=self._record.key, reason=reason, rank=self._record.rank))
+
+    def _fetch(self, offset: int, length: int) -> bytes:
+        self.bytes_read += length
+        return self._store.get_range(self._record.key, offset, length)
+
+    def _check_layout(self, placed: Iterable[_ChunkIdentity], index: ShardIndex) -> None:
+        """Every chunk that the Manifest places in this Shard is in it, with the same type."""
+        held = {(chunk.name, chunk.dtype, chunk.offsets, chunk.sizes) for chunk in index.chunks}
+        for name, dtype, offsets, sizes in placed:
+            if (name, dtype, offsets, sizes) not in held:
+                self._report(f"the chunk of {name} at {offsets} of {sizes} ({dtype}) is not in it")
+
+    def _check_content(self, index: ShardIndex) -> None:
+        whole = xxhash.xxh3_128()
+        windows = _Windows(self._fetch, self._record.size, whole)
+        for chunk in index.chunks:
+            raw = xxhash.xxh3_64()
+            intact = True
+            for number, frame in enumerate(chunk.frames):
+                intact &= self._check_frame(chunk, number, windows.take(frame), raw)
+            if intact and raw.hexdigest() != chunk.raw_digest:
+                self._report(f"{chunk.name} decodes to {raw.hexdigest()}, committed {chunk.raw_digest}")
+        windows.finish()
+        if whole.hexdigest() != self._record.digest:
+            self._report(f"hash mismatch of the whole object: {whole.hexdigest()}, committed {self._record.digest}")
+
+    def _check_frame(self, chunk: ChunkIndex, number: int, stored: memoryview, raw: xxhash.xxh3_64) -> bool:
+        record = self._record
+        try:
+            raw.update(decode_frame(chunk, number, stored, step=self._step, key=record.key, rank=record.rank))
+        except CorruptCheckpoint as error:
+            self._report(error.reason)
+            return False
+        return True
+
+
+class _Windows:
+    """Frames of an object in order, from ranged reads of bounded size; everything read goes through ``whole``."""
+
+    def __init__(self, fetch: Fetch, size: int, whole: xxhash.xxh3_128) -> None:
+        self._fetch = fetch
+        self._size = size
+        self._whole = whole
+        self._start = 0
+        self._content = memoryview(b"")
+
+    def take(self, frame: Frame) -> memoryview:
+        """The stored bytes of ``frame``. Frames lie back to back and are asked for in order."""
+        end = frame.offset + frame.stored_bytes
+        if end > self._start + len(self._content):
+            rest = bytes(self._content[frame.offset - self._start :])
+            self._start = frame.offset
+            self._content = memoryview(rest + self._read(frame.offset + len(rest), end))
+        begin = frame.offset - self._start
+        return self._content[begin : begin + frame.stored_bytes]
+
+    def finish(self) -> None:
+        """Read what follows the last frame, for the digest of the whole object."""
+        position = self._start + len(self._content)
+        while position < self._size:
+            position += len(self._read(position, position))
+
+    def _read(self, position: int, needed_end: int) -> bytes:
+        end = min(self._size, max(needed_end, position + _WINDOW_BYTES))
+        content = self._fetch(position, end - position)
+        self._whole.update(content)
+        return content
+
+
+def _placed_by_rank(manifest: Manifest) -> dict[int, list[_ChunkIdentity]]:
+    placed: dict[int, list[_ChunkIdentity]] = {}
+    for name, layout in manifest.tensors.items():
+        for chunk in layout.chunks:
+            placed.setdefault(chunk.rank, []).append((name, layout.dtype, chunk.offsets, chunk.sizes))
+    return placed

@@ -1,0 +1,132 @@
+"""Verifying a committed Checkpoint: all that is wrong is listed with its key. On the in-memory store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import storage.verify
+from storage.commit_log import CommitLog
+from storage.errors import StoreUnavailable
+from storage.keys import shard_key
+from storage.levels import level_of
+from storage.manifest import Commit
+from storage.memory_store import MemoryStore
+from storage.verify import VerifyReport, verify_commit
+from tests.fakes.checkpoints import RUN, save
+
+RECORD_HALF = (
+    *("keys", "errors", "config", "manifest", "levels", "codec", "frames", "events", "lease"),
+    *("object_store", "open_store", "commit_log", "merge", "restore", "retention", "sweeper", "verify"),
+)
+
+
+def verify(store: MemoryStore, commit: Commit, deep: bool = True) -> VerifyReport:
+    return verify_commit(store, CommitLog(store, RUN), commit, deep=deep)
+
+
+def flip(store: MemoryStore, key: str, position: int) -> None:
+    content = bytearray(store.get(key))
+    content[position % len(content)] ^= 1
+    store.put(key, bytes(content))
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_good_checkpoint_has_no_problems(deep: bool) -> None:
+    store = MemoryStore()
+    report = verify(store, save(store, 10, world_size=3), deep)
+    assert report.is_good
+    assert report.problems == ()
+    assert report.num_shards == 3
+
+
+def test_small_windows_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.verify, "_WINDOW_BYTES", 7)
+    store = MemoryStore()
+    commit = save(store, 10)
+    assert verify(store, commit).is_good
+    flip(store, shard_key(commit.step_key, 0), 20)
+    assert not verify(store, commit).is_good
+
+
+@settings(max_examples=50)
+@given(position=st.integers(0, 10**9), rank=st.integers(0, 1))
+def test_a_flipped_bit_anywhere_is_found_and_its_object_named(position: int, rank: int) -> None:
+    store = MemoryStore()
+    commit = save(store, 10)
+    key = shard_key(commit.step_key, rank)
+    flip(store, key, position)
+    report = verify(store, commit)
+    assert not report.is_good
+    assert {(problem.key, problem.rank) for problem in report.problems} == {(key, rank)}
+
+
+def test_every_problem_is_listed_not_only_the_first() -> None:
+    store = MemoryStore()
+    commit = save(store, 10, world_size=4)
+    keys = [shard_key(commit.step_key, rank) for rank in range(4)]
+    store.delete([keys[0]])
+    store.put(keys[1], store.get(keys[1])[:-1])
+    flip(store, keys[2], 5)
+    report = verify(store, commit)
+    reasons = {problem.key: problem.reason for problem in report.problems if "whole object" not in problem.reason}
+    assert set(reasons) == set(keys[:3])
+    assert reasons[keys[0]] == "missing file"
+    assert "committed" in reasons[keys[1]]
+    assert "frame 0 (rows 0 to 8) of w: hash mismatch" in reasons[keys[2]]
+
+
+def test_a_bad_manifest_is_the_one_problem() -> None:
+    store = MemoryStore()
+    commit = save(store, 10)
+    flip(store, commit.manifest_key, 30)
+    (problem,) = verify(store, commit).problems
+    assert problem.key == commit.manifest_key
+    assert "hash mismatch" in str(problem)
+
+
+def test_an_exchanged_shard_is_found_without_reading_it_all() -> None:
+    store = MemoryStore()
+    commit = save(store, 10)
+    store.put(shard_key(commit.step_key, 0), store.get(shard_key(commit.step_key, 1)))
+    assert not verify(store, commit, deep=False).is_good
+
+
+def test_an_unreachable_store_is_no_verdict() -> None:
+    class Failing(MemoryStore):
+        def get_range(self, key: str, offset: int, length: int, *, deadline_s: float = 60.0) -> bytes:
+            raise StoreUnavailable("get_range", key, f"{offset} {length} {deadline_s}")
+
+    store = Failing()
+    commit = save(store, 10)
+    with pytest.raises(StoreUnavailable):
+        verify(store, commit)
+
+
+def test_the_record_half_loads_neither_torch_nor_ray() -> None:
+    imports = ", ".join(f"storage.{name}" for name in RECORD_HALF)
+    code = f"import sys, {imports}; print('torch' in sys.modules, 'ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "level"),
+    [
+        ("model.layers.0.weight", "float32", "L1"),
+        ("optim.layers.0.weight.exp_avg", "float32", "L2"),
+        ("optim.layers.0.weight.exp_avg_sq", "bfloat16", "L2"),
+        ("optim.layers.0.weight.step", "float32", "L1"),
+        ("optim.layers.0.weight.exp_avg", "int8", "L1"),
+        ("model.optim.exp_avg", "float32", "L1"),
+        ("rng.cpu", "uint8", "L1"),
+        ("tracker.ema.weight", "float32", "L1"),
+        ("something nobody thought of", "float32", "L1"),
+    ],
+)
+def test_only_optimizer_moments_are_anything_but_lossless(name: str, dtype: str, level: str) -> None:
+    assert level_of(name, dtype) == level
