@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import storage.frames
 import storage.verify
+from storage.codec import Encoding, encode
 from storage.commit_log import CommitLog
 from storage.errors import StoreUnavailable
 from storage.keys import shard_key
@@ -17,7 +20,7 @@ from storage.levels import level_of
 from storage.manifest import Commit
 from storage.memory_store import MemoryStore
 from storage.verify import VerifyReport, verify_commit
-from tests.fakes.checkpoints import RUN, save
+from tests.fakes.checkpoints import RUN, SaveParts, commit_parts, prepare, save, write_shards
 
 RECORD_HALF = (
     *("keys", "errors", "config", "manifest", "levels", "codec", "frames", "events", "lease"),
@@ -94,6 +97,38 @@ def test_an_exchanged_shard_is_found_without_reading_it_all() -> None:
     commit = save(store, 10)
     store.put(shard_key(commit.step_key, 0), store.get(shard_key(commit.step_key, 1)))
     assert not verify(store, commit, deep=False).is_good
+
+
+def save_parts(store: MemoryStore, parts: SaveParts) -> Commit:
+    write_shards(store, parts)
+    return commit_parts(CommitLog(store, RUN), parts)
+
+
+def test_an_object_that_is_not_the_one_committed_is_found_though_all_frames_agree() -> None:
+    store, parts = MemoryStore(), prepare(10, world_size=1)
+    (receipt,) = parts.receipts
+    other = receipt.model_copy(update={"shard": receipt.shard.model_copy(update={"digest": "0" * 32})})
+    (problem,) = verify(store, save_parts(store, replace(parts, receipts=(other,)))).problems
+    assert "hash mismatch of the whole object" in problem.reason
+
+
+def test_a_chunk_that_the_manifest_names_but_the_shard_lacks_is_found() -> None:
+    store, parts = MemoryStore(), prepare(10, world_size=1)
+    (receipt,) = parts.receipts
+    other = receipt.model_copy(update={"tensors": receipt.tensors | {"v": receipt.tensors["w"]}})
+    (problem,) = verify(store, save_parts(store, replace(parts, receipts=(other,))), deep=False).problems
+    assert "the chunk of v at (0, 0) of (8, 16) (float32) is not in it" in problem.reason
+
+
+def test_a_chunk_that_decodes_to_other_bytes_than_were_captured_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lying(raw: bytes, itemsize: int, encoding: Encoding, level: int) -> bytes:
+        return encode(bytes(len(raw)), itemsize, encoding, level)
+
+    monkeypatch.setattr(storage.frames, "encode", lying)
+    store = MemoryStore()
+    commit = save(store, 10, world_size=1)
+    (problem,) = verify(store, commit).problems
+    assert "w decodes to" in problem.reason
 
 
 def test_an_unreachable_store_is_no_verdict() -> None:
