@@ -80,7 +80,11 @@ class OddModel(nn.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        bias = (self.few * self.scale[:, None]).sum(0) * self.single + self.wide.mean() + self.frozen_later.sum(0)
+        bias = (
+            (self.few * self.scale.to(self.few.dtype)[:, None]).sum(0) * self.single
+            + self.wide.mean()
+            + self.frozen_later.sum(0)
+        )
         logits: torch.Tensor = self.head((x + bias) * self.temperature)
         return logits
 

@@ -1,0 +1,58 @@
+"""The learning rate as a function of the step, and which parameters decay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from workers.config import OptimConfig
+from workers.optim import build_optimizer, build_scheduler, lr_at
+
+CONFIG = OptimConfig(lr=1e-3, warmup_steps=5, min_lr_ratio=0.1)
+
+
+def test_the_rate_rises_in_a_line_and_falls_as_a_cosine_to_its_floor() -> None:
+    assert [lr_at(step, CONFIG, 100) for step in range(1, 6)] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+    middle = 5 + 95 / 2
+    assert (lr_at(math.floor(middle), CONFIG, 100) + lr_at(math.ceil(middle), CONFIG, 100)) / 2 == pytest.approx(5.5e-4)
+    assert lr_at(100, CONFIG, 100) == pytest.approx(1e-4)
+    assert lr_at(1000, CONFIG, 100) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 10), (10, 10), (20, 10), (0, 1)])
+def test_short_runs_have_a_rate_too(warmup_steps: int, total_steps: int) -> None:
+    config = OptimConfig(lr=1.0, warmup_steps=warmup_steps)
+    assert all(0 < lr_at(step, config, total_steps) <= 1 for step in range(1, total_steps + 1))
+
+
+def test_the_scheduler_gives_the_optimizer_that_rate_at_every_step() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), CONFIG)
+    scheduler = build_scheduler(optimizer, CONFIG, 100)
+    for step in range(1, 120):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(lr_at(step, CONFIG, 100), abs=1e-15)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_matrices_decay_and_vectors_do_not_frozen_ones_included() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    model[0].weight.requires_grad_(False)
+    decay, no_decay = build_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
+    assert (decay["weight_decay"], decay["param_names"]) == (0.3, ["0.weight"])
+    assert (no_decay["weight_decay"], no_decay["param_names"]) == (0.0, ["0.bias", "1.weight", "1.bias"])
+
+
+def test_the_first_update_has_the_size_of_the_rate() -> None:
+    """B25's number: 0.1000 with unit gradients, and a counter of 1."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.0, warmup_steps=0))
+    build_scheduler(optimizer, OptimConfig(lr=0.1, warmup_steps=0), 10)
+    optimizer.param_groups[0]["lr"] = 0.1
+    before = model.weight.item()
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert before - model.weight.item() == pytest.approx(0.1, rel=1e-6)
+    assert optimizer.state[model.weight]["step"].item() == 1.0
