@@ -122,7 +122,11 @@ def acquire(
         wall_clock=wall_clock,
         is_alive=is_alive,
     )
-    lease = Lease(around, nonce or new_nonce(), attempt_number)
+    return _enter(around, Lease(around, nonce or new_nonce(), attempt_number))
+
+
+def _enter(around: _Surroundings, lease: Lease) -> Lease:
+    """Look, write, look again, and only then hold; whoever has to give way removes what it wrote."""
     watch = _Watch(around, lease.nonce)
     watch.wait_for_others()
     try:
@@ -132,13 +136,13 @@ def acquire(
         replaced = tuple(sorted(watch.dead))
         lease._write(replaced)
         if not lease.is_held():
-            raise LeaseHeld(run_id, "it took over while this driver was starting")
+            raise LeaseHeld(around.run_id, "it took over while this driver was starting")
     except BaseException:
         lease._withdraw()
         raise
-    store.delete([lease_key(other) for other in replaced], deadline_s=ttl_s)
+    around.store.delete([lease_key(other) for other in replaced], deadline_s=around.ttl_s)
     for other in replaced:
-        logger.warning("run %s: took over from driver %s, which is gone", run_id, other)
+        logger.warning("run %s: took over from driver %s, which is gone", around.run_id, other)
     return lease
 
 
