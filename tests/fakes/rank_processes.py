@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from storage.keys import Attempt
+from storage.keys import Attempt, new_nonce
 from storage.sources import RestorePlan
 from workers.contract import AttemptSpec, Member, World
+from workers.rendezvous import Rendezvous
 from workers.settings import WorkerSettings
 
-__all__ = ["Ended", "RankProcess", "make_spec"]
+__all__ = ["Ended", "RankProcess", "Trio", "make_spec"]
 
 _CALL_S = 120.0
 
@@ -44,6 +45,7 @@ def make_spec(
     *,
     restore: RestorePlan | None = None,
     timeout_s: float = 30.0,
+    data_override: bool = False,
 ) -> AttemptSpec:
     members = tuple(Member(rank=r, worker_id=f"w{r}", node_id=f"n{r}") for r in range(world_size))
     return AttemptSpec(
@@ -54,6 +56,7 @@ def make_spec(
         store_port=port,
         group_timeout_s=timeout_s,
         restore=restore,
+        data_override=data_override,
     )
 
 
@@ -93,6 +96,47 @@ class RankProcess:
     def close(self) -> None:
         self._process.kill()
         self._process.join(10)
+
+
+class Trio:
+    """Three processes and the store they meet at."""
+
+    def __init__(self) -> None:
+        self.rendezvous = Rendezvous("127.0.0.1")
+        self._number = 0
+        self.processes = [RankProcess(rank) for rank in range(3)]
+
+    def make(self, settings: WorkerSettings, root: Path, train_loop: Callable[[Any], None] | None = None) -> None:
+        for process in self.processes:
+            process.send("make", settings, root, train_loop)
+        for process in self.processes:
+            process.receive()
+
+    def new_attempt(self) -> Attempt:
+        self._number += 1
+        return Attempt(number=self._number, nonce=new_nonce())
+
+    def start(
+        self, world_size: int, *, restore: RestorePlan | None = None, data_override: bool = False, **script: object
+    ) -> Attempt:
+        """Begin an Attempt on the first ``world_size`` processes; ``script`` goes to rank 0's coordinator."""
+        attempt, port = self.new_attempt(), self.rendezvous.address()[1]
+        for rank in range(world_size):
+            spec = make_spec(attempt, rank, world_size, port, restore=restore, data_override=data_override)
+            self.processes[rank].call("start", spec, **script)
+        return attempt
+
+    def ended(self, attempt: Attempt, ranks: Sequence[int]) -> list[Ended]:
+        for rank in ranks:
+            self.processes[rank].send("ended", attempt)
+        return [self.processes[rank].receive() for rank in ranks]
+
+    def run(self, world_size: int, **options: Any) -> list[Ended]:
+        return self.ended(self.start(world_size, **options), range(world_size))
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
 
 
 class _Server:

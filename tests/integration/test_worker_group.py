@@ -7,72 +7,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from storage.config import CheckpointConfig
-from storage.keys import Attempt, new_nonce
-from tests.fakes.rank_processes import Ended, RankProcess, make_spec
+from tests.fakes.rank_processes import RankProcess, Trio, make_spec
 from tests.fakes.token_datasets import write_numbered_rows
-from workers.config import DataConfig, EvalConfig, ModelConfig
+from tests.fakes.worker_settings import make_settings
 from workers.contract import CauseKind, OrderKind, OutcomeKind, Phase
 from workers.errors import AttemptRefused
-from workers.rendezvous import Rendezvous
 from workers.session import Session
-from workers.settings import WorkerSettings
 
 STEPS = 6
 NUM_ROWS = 200
-LLAMA = ModelConfig(
-    config={
-        "model_type": "llama",
-        "vocab_size": 257,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32,
-        "tie_word_embeddings": False,
-    }
-)
-_numbers = count(1)
-
-
-class Trio:
-    """Three processes and the store they meet at."""
-
-    def __init__(self) -> None:
-        self.rendezvous = Rendezvous("127.0.0.1")
-        self.processes = [RankProcess(rank) for rank in range(3)]
-
-    def make(self, settings: WorkerSettings, root: Path, train_loop: object = None) -> None:
-        for process in self.processes:
-            process.send("make", settings, root, train_loop)
-        for process in self.processes:
-            process.receive()
-
-    def start(self, world_size: int, **script: object) -> Attempt:
-        attempt = Attempt(number=next(_numbers), nonce=new_nonce())
-        port = self.rendezvous.address()[1]
-        for rank in range(world_size):
-            self.processes[rank].call("start", make_spec(attempt, rank, world_size, port), **script)
-        return attempt
-
-    def ended(self, attempt: Attempt, ranks: Sequence[int]) -> list[Ended]:
-        for rank in ranks:
-            self.processes[rank].send("ended", attempt)
-        return [self.processes[rank].receive() for rank in ranks]
-
-    def run(self, world_size: int, **script: object) -> list[Ended]:
-        return self.ended(self.start(world_size, **script), range(world_size))
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.close()
 
 
 @pytest.fixture(scope="module")
@@ -89,20 +37,6 @@ def data_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     url = str(tmp_path_factory.mktemp("data"))
     write_numbered_rows(url, NUM_ROWS, sequence_length=16, validation_rows=12)
     return url
-
-
-def make_settings(
-    data_url: str, *, every_steps: int | None = None, eval_every: int | None = None, total_steps: int = STEPS
-) -> WorkerSettings:
-    return WorkerSettings(
-        run_id="run",
-        seed=5,
-        total_steps=total_steps,
-        model=LLAMA,
-        data=DataConfig(url=data_url, sequence_length=16, global_batch=8, micro_batch=2),
-        eval=EvalConfig(every_steps=eval_every, num_leaves=4),
-        checkpoint=CheckpointConfig(every_steps=every_steps),
-    )
 
 
 def train_and_fail_on_rank_1(session: Session) -> None:
@@ -126,7 +60,7 @@ def train_and_stop_early(session: Session) -> None:
 
 
 def test_losses_samples_and_weights_do_not_depend_on_the_world_size(trio: Trio, data_url: str, tmp_path: Path) -> None:
-    trio.make(make_settings(data_url, eval_every=3), tmp_path)
+    trio.make(make_settings(data_url, eval_every=3, total_steps=STEPS), tmp_path)
     by_size = {size: trio.run(size) for size in (3, 1, 2)}
     alone = by_size[1][0]
     assert [report.step for report in alone.reports] == list(range(1, STEPS + 1))
@@ -183,7 +117,7 @@ def test_a_snapshot_order_waits_for_its_step_and_training_goes_on(trio: Trio, da
 def test_a_users_exception_is_reported_by_its_rank_and_echoed_by_the_others(
     trio: Trio, data_url: str, tmp_path: Path
 ) -> None:
-    trio.make(make_settings(data_url), tmp_path, train_and_fail_on_rank_1)
+    trio.make(make_settings(data_url, total_steps=STEPS), tmp_path, train_and_fail_on_rank_1)
     ended = trio.run(3)
     causes = [e.outcome.cause for e in ended]
     assert [e.outcome.kind for e in ended] == [OutcomeKind.FAILED] * 3
@@ -195,7 +129,7 @@ def test_a_users_exception_is_reported_by_its_rank_and_echoed_by_the_others(
 
 
 def test_a_loop_that_returns_too_early_is_an_error_of_the_loop(trio: Trio, data_url: str, tmp_path: Path) -> None:
-    trio.make(make_settings(data_url), tmp_path, train_and_stop_early)
+    trio.make(make_settings(data_url, total_steps=STEPS), tmp_path, train_and_stop_early)
     outcome = trio.run(1)[0].outcome
     assert (outcome.kind, outcome.cause.kind, outcome.cause.error_type) == (
         OutcomeKind.FAILED,
@@ -212,9 +146,7 @@ def test_abandon_frees_a_rank_that_waits_for_ever_and_releases_its_model(
     while trio.processes[0].call("heartbeat").step < 2:
         pass
     with pytest.raises(AttemptRefused, match="still alive"):
-        trio.processes[0].call(
-            "start", make_spec(Attempt(number=next(_numbers), nonce=new_nonce()), 0, 1, trio.rendezvous.address()[1])
-        )
+        trio.processes[0].call("start", make_spec(trio.new_attempt(), 0, 1, trio.rendezvous.address()[1]))
     for process in trio.processes[:2]:
         process.send("abandon", attempt)
     reports = [process.receive() for process in trio.processes[:2]]
@@ -228,8 +160,8 @@ def test_abandon_frees_a_rank_that_waits_for_ever_and_releases_its_model(
 
 
 def test_abandon_ends_a_rank_that_waits_for_others_to_come(trio: Trio, data_url: str, tmp_path: Path) -> None:
-    trio.make(make_settings(data_url), tmp_path)
-    attempt = Attempt(number=next(_numbers), nonce=new_nonce())
+    trio.make(make_settings(data_url, total_steps=STEPS), tmp_path)
+    attempt = trio.new_attempt()
     trio.processes[0].call("start", make_spec(attempt, 0, 3, trio.rendezvous.address()[1], timeout_s=600.0))
     report = trio.processes[0].call("abandon", attempt)
     assert report.is_clean
