@@ -17,11 +17,15 @@ from typing import Any
 
 import pytest
 
+from storage.commit_log import CommitLog
 from storage.config import StoreConfig
 from storage.errors import ObjectExists, StoreRefused, StoreUnavailable
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
+from storage.restore import plan_restore
 from storage.s3_store import S3Store
+from storage.verify import verify_commit
+from tests.fakes.checkpoints import RUN, attempt, save
 from tests.unit.storage.object_store_conformance import ObjectStoreConformance
 
 _MIB = 1 << 20
@@ -245,3 +249,59 @@ def test_a_store_made_before_a_fork_works_in_the_child(bucket: str, config: Stor
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert store.get("child") == b"12"
+
+
+def test_a_checkpoint_is_saved_planned_and_verified_on_s3(bucket: str, config: StoreConfig) -> None:
+    store, reader = (open_store(f"s3://{bucket}/run", config) for _ in range(2))
+    log = CommitLog(reader, RUN)
+    assert plan_restore(log, attempt=attempt(9)) is None
+    for step in (10, 20):
+        save(store, step)
+        plan = plan_restore(log, attempt=attempt(9))
+        assert plan is not None
+        assert plan.step == step
+    latest = log.latest()
+    assert latest is not None
+    assert verify_commit(reader, log, latest).is_good
+
+
+@pytest.mark.parametrize("failing", ["put_object", "copy_object"])
+def test_a_commit_that_fails_leaves_the_step_uncommitted_and_no_copy_is_ever_made(
+    bucket: str, config: StoreConfig, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit is one put; a server whose copies fail, which breaks write-then-rename, does not disturb it."""
+    store = S3Store(f"s3://{bucket}/run", config)
+    save(store, 10)
+    filesystem = store._filesystem()
+    real, failures = filesystem._call_s3, [1]
+
+    async def call(method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == failing and "/commits/" in kwargs["Key"] and failures:
+            failures.pop()
+            raise OSError(5, "injected")
+        return await real(method, *args, **kwargs)
+
+    monkeypatch.setattr(filesystem, "_call_s3", call)
+    log = CommitLog(store, RUN)
+    if failing == "put_object":
+        with pytest.raises(StoreUnavailable, match="injected"):
+            save(store, 20)
+        assert [commit.step for commit in log.commits()] == [10]
+    save(store, 20)
+    assert [commit.step for commit in log.commits()] == [10, 20]
+    assert bool(failures) == (failing == "copy_object")
+
+
+def test_a_wrong_bucket_or_denied_access_is_never_a_fresh_start(
+    bucket: str, config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreRefused, match="s3://no-such-bucket-here/run"):
+        plan_restore(CommitLog(open_store("s3://no-such-bucket-here/run", config), RUN), attempt=attempt())
+    store = S3Store(f"s3://{bucket}/run", config)
+
+    async def deny(*_: Any, **__: Any) -> Any:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(store._filesystem(), "_call_s3", deny)
+    with pytest.raises(StoreRefused, match="access denied"):
+        plan_restore(CommitLog(store, RUN), attempt=attempt())
