@@ -1,0 +1,188 @@
+"""The command line: turns arguments into calls, errors into one message, endings into exit codes. Decides nothing.
+
+Ray, torch and the configuration models are imported inside the commands that need them, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.cli_checkpoints import checkpoints
+from orchestrator.cli_data import data
+from orchestrator.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from orchestrator.config import RunConfig
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="raysume",
+    help="Keeps long PyTorch pretraining runs alive on Ray clusters whose machines come and go.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(data, name="data")
+app.add_typer(checkpoints, name="checkpoints")
+
+_RUN_EPILOG = """[bold]Examples[/bold]
+
+  raysume run clusters/local/run.yaml --local-nodes 4
+
+  raysume run clusters/local/run.yaml run.steps=200 optim.lr=1e-3
+
+  raysume run clusters/local/run.yaml --local-nodes 4 --chaos kill-node@40,add-node@80
+
+  raysume run run.yaml --resume 120
+
+  ray job submit --working-dir . -- python -m orchestrator run run.yaml
+
+[bold]Exit codes[/bold]
+
+  0 finished, 10 configuration, 11 training code failed, 12 too many failures, 13 preempted, 14 stopped, 15 too few
+  workers, 16 storage away, 17 last save failed, 18 another driver holds the run, 19 a fault of raysume
+
+[bold]Chaos[/bold]
+
+  kill-node@S, add-node@S, kill-worker@S, stop-worker@S, drain-node@S:20s, kill-driver@S; kill-node:2@S hits node 2
+"""
+
+
+def main() -> None:
+    """Entry point of `raysume` and `python -m orchestrator`."""
+    app()
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"raysume {version('raysume')}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Start here:  raysume run clusters/local/run.yaml --local-nodes 4")
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog=_RUN_EPILOG)
+def run(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.sub=value, over the file; values are YAML or JSON.")
+    ] = None,
+    local_nodes: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Start a cluster of this many nodes on this machine for the run.")
+    ] = None,
+    chaos: Annotated[
+        str | None, typer.Option(help="Faults to inject into the local cluster, e.g. kill-node@40,add-node@80.")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto, none, a step, or the URL of another run (same as run.resume=...).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the run and of chaos targets (same as seed=...).")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print summary.json to stdout, nothing else.")] = False,
+    ray_address: Annotated[str | None, typer.Option(hidden=True)] = None,
+    events_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    under_supervisor: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Train: start a run, or go on with it from its newest checkpoint."""
+    changes = list(overrides or [])
+    if resume is not None:
+        changes.append(f"run.resume={resume}")
+    if seed is not None:
+        changes.append(f"seed={seed}")
+    if chaos is not None and local_nodes is None:
+        raise typer.BadParameter(
+            "needs --local-nodes: faults are injected into a local cluster only", param_hint="--chaos"
+        )
+
+    def drive() -> int:
+        loaded = _load(config, changes)
+        if local_nodes is not None:
+            return _run_locally(config, loaded, changes, local_nodes, chaos, json_output)
+        from orchestrator.launch import run_driver
+        from orchestrator.options import DriverOptions
+
+        options = DriverOptions(
+            ray_address=ray_address,
+            events_path=events_file,
+            json_output=json_output,
+            show_progress=not under_supervisor,
+            chaos_active=under_supervisor,
+        )
+        return run_driver(loaded, options)
+
+    raise typer.Exit(_exit_code_of(drive))
+
+
+def _load(path: Path, overrides: list[str]) -> RunConfig:
+    import logging
+
+    from orchestrator.load_config import load_config
+
+    config = load_config(path, overrides)
+    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return config
+
+
+def _run_locally(
+    path: Path, config: RunConfig, overrides: list[str], num_nodes: int, chaos: str | None, json_output: bool
+) -> int:
+    from orchestrator.chaos import parse_chaos
+
+    actions = parse_chaos(chaos) if chaos is not None else ()
+    # Before ray is imported by anything: it reads its environment then.
+    from orchestrator.local_cluster import prepare_environment
+
+    prepare_environment()
+    from orchestrator.driver_record import events_path_of
+    from orchestrator.run_identity import make_run_id
+    from orchestrator.supervisor import SupervisorPlan, supervise
+
+    run_id = make_run_id(config.run.name, config.run.url)
+    plan = SupervisorPlan(
+        config=config,
+        config_path=path.resolve(),
+        overrides=tuple(overrides),
+        num_nodes=num_nodes,
+        actions=actions,
+        events_path=events_path_of(config.run.url, run_id),
+        run_id=run_id,
+        json_output=json_output,
+        show_progress=not json_output,
+    )
+    return supervise(plan)
+
+
+def _exit_code_of(drive: Callable[[], int]) -> int:
+    """Run ``drive``; every way out has its exit code (orchestrator.exit_codes)."""
+    from orchestrator.errors import ChaosSpecError, ConfigError
+
+    try:
+        return int(drive())
+    except (ConfigError, ChaosSpecError) as error:
+        typer.echo(f"error: {error}", err=True)
+        return ExitCode.CONFIG_ERROR
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        return ExitCode.STOPPED
+    except Exception:  # noqa: BLE001 - the outermost edge: whatever it is, the code must say that it is our fault
+        import traceback
+
+        traceback.print_exc(file=sys.stderr)
+        typer.echo("error: this is a fault of raysume; the lines above belong in a report", err=True)
+        return ExitCode.INTERNAL_ERROR
