@@ -274,7 +274,7 @@ class AttemptRun:
             nodes=list(facts.lost_nodes),
             workers=list(facts.lost_workers),
             detail="; ".join([fault.detail, *(hang.detail for hang in self._hangs)]),
-            detected_at_s=detected_at_s,
+            detected_s=self._recorder.since_start_s(detected_at_s),
         )
         _log.warning("fault: %s: %s", fault.kind.value, fault.detail)
         return Broken(fault=fault, facts=facts, detected_at_s=detected_at_s)

@@ -10,18 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
-from storage.commit_log import CommitLog
-from storage.merge import merge_receipts
-from storage.restore import plan_restore
-from storage.retention import choose_deletions
-from storage.sweeper import sweep
 
+from storage.commit_log import CommitLog
 from storage.config import CheckpointConfig
+from storage.errors import ObjectMissing
 from storage.keys import Attempt, StepKey
 from storage.manifest import AttemptRecord, Commit, LedgerRange, Receipt
+from storage.merge import merge_receipts
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
+from storage.restore import plan_restore
+from storage.retention import choose_deletions
 from storage.sources import RestorePlan
+from storage.sweeper import sweep, sweep_orphans, sweep_void
 
 __all__ = ["CommittedStep", "Committer"]
 
@@ -45,12 +46,15 @@ class Committer:
         config: CheckpointConfig,
         metadata: dict[str, JsonValue],
         now_utc: Callable[[], str],
+        monotonic: Callable[[], float],
     ) -> None:
         self._run_id = run_id
         self._store = store
         self._config = config
         self._metadata = metadata
         self._now_utc = now_utc
+        self._monotonic = monotonic
+        self._orphans_seen_at_s: dict[StepKey, float] = {}
         self._log = CommitLog(store, run_id)
 
     def commit(
@@ -103,8 +107,18 @@ class Committer:
         scored = [commit for commit in commits if commit.metric is not None]
         best = min(scored, key=lambda commit: commit.metric or 0.0, default=None)
         doomed = choose_deletions(commits, self._config.keep, best)
-        if doomed:
-            sweep(self._store, self._log, doomed)
+        sweep(self._store, self._log, doomed)
+        if commits:
+            live = commits[-1].step_key.attempt
+            sweep_void(self._store, self._log, live)
+            sweep_orphans(
+                self._store,
+                self._log,
+                live,
+                seen_at_s=self._orphans_seen_at_s,
+                grace_s=self._config.orphan_grace_s,
+                now_s=self._monotonic(),
+            )
 
     def choose_plan(
         self, attempt: Attempt, step: int | None, allow_partial: bool, url: str | None
@@ -113,8 +127,10 @@ class Committer:
         log = self._log
         if url is not None:
             log = CommitLog(open_store(url, self._config.store), None)
-        before = set(log.quarantined())
+        before = set(log.quarantined_keys())
         plan = plan_restore(log, attempt=attempt, step=step, allow_partial=allow_partial)
+        if plan is None and url is not None:
+            raise ObjectMissing("any Checkpoint", url)
         after = log.quarantined()
         found = [(key, record.key, record.reason) for key, record in after.items() if key not in before]
         return plan, found

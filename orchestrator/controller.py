@@ -234,7 +234,7 @@ class Controller:
         is_foreign = self._resume is not None and self._resume.url is not None
         restored_step = plan.step if plan is not None else 0
         lost_steps = 0 if is_foreign else self._recorder.lost_steps(restored_step)
-        detected_at_s = before.detected_at_s if isinstance(before, Broken | Left) else None
+        detected_s = self._recorder.since_start_s(before.detected_at_s) if isinstance(before, Broken | Left) else None
         self._journal.append_counters(
             "attempt",
             self._counters,
@@ -252,7 +252,8 @@ class Controller:
             cause=cause,
             restored_step=restored_step,
             restored_from=plan.tier if plan is not None else "none",
-            detected_at_s=detected_at_s,
+            fault_s=None,
+            detected_s=detected_s,
             lost_steps=lost_steps,
             members=[member.worker_id for member in world.members],
         )

@@ -80,6 +80,7 @@ class Coordinator:
             self._base_step = base_step
             self._order = None
             self._newest_step = base_step
+            self._metrics = {step: loss for step, loss in self._metrics.items() if step <= base_step}
             self._last_save_at = self._monotonic()
             self._pending.begin(world_size)
             self._lock.notify_all()
@@ -159,22 +160,28 @@ class Coordinator:
 
     def _take_news(self, request: ExchangeRequest) -> None:
         for report in request.reports:
-            self._newest_step = max(self._newest_step, report.step)
+            if report.step <= self._newest_step:
+                continue  # a call that failed may have arrived: news can come twice
+            self._newest_step = report.step
             self._losses[report.step] = report.loss
             self._ledgers[report.step] = (report.position, report.sample_chain)
             self._signals.append(StepFinished(attempt=request.attempt, report=report))
         for evaluation in request.evals:
+            if evaluation.step in self._metrics:
+                continue
             self._metrics[evaluation.step] = evaluation.loss
             self._signals.append(Evaluated(attempt=request.attempt, report=evaluation))
         for bound in request.bound:
-            self._pending.expect(bound.step)
+            if not self._pending.expect(bound.step):
+                continue
             self._last_save_at = self._monotonic()
             reason = self._reasons.get(bound.number, "order")
             self._signals.append(SaveBound(attempt=request.attempt, bound=bound, reason=reason))
         for step in request.skipped:
+            self._pending.give_up(step)
             self._signals.append(SaveSkipped(attempt=request.attempt, step=step))
         horizon = self._newest_step - 1000
-        for table in (self._losses, self._ledgers):
+        for table in (self._losses, self._ledgers, self._metrics):
             for step in [s for s in table if s < horizon]:
                 del table[step]
 

@@ -59,6 +59,7 @@ class CoordinatorShell:
             config=config,
             metadata=metadata,
             now_utc=utc_now,
+            monotonic=time.monotonic,
         )
         self._coordinator = Coordinator(
             committer=committer, config=config, total_steps=total_steps, monotonic=time.monotonic

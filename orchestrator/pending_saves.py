@@ -16,6 +16,7 @@ class PendingSaves:
         self._world_size = 0
         self._receipts: dict[int, dict[int, Receipt]] = {}
         self._settled: list[int] = []
+        self._bound: set[int] = set()
         self.committed: set[int] = set()
 
     def begin(self, world_size: int) -> None:
@@ -23,16 +24,21 @@ class PendingSaves:
         self._world_size = world_size
         self._receipts = {}
         self._settled = []
+        self._bound = set()
         self.committed = set()
 
     @property
     def num_unsettled(self) -> int:
         return len(self._receipts)
 
-    def expect(self, step: int) -> None:
-        """Ranks were told to save ``step``."""
+    def expect(self, step: int) -> bool:
+        """Ranks were told to save ``step``. False when that was known before."""
+        if step in self._bound:
+            return False
+        self._bound.add(step)
         if step not in self._settled:
             self._receipts.setdefault(step, {})
+        return True
 
     def add(self, receipt: Receipt) -> tuple[Receipt, ...] | None:
         """Record a Receipt; all Receipts of its step, in rank order, when this was the last one missing."""

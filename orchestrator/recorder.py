@@ -37,12 +37,17 @@ class EventSink(Protocol):
 class Recorder:
     """Emits events and remembers the newest finished step over all Attempts of this driver."""
 
-    def __init__(self, sink: EventSink, newest_step: int = 0) -> None:
+    def __init__(self, sink: EventSink, *, start_unix_s: float, newest_step: int = 0) -> None:
         self._sink = sink
+        self._start_unix_s = start_unix_s
         self._world_size = 0
         self.newest_step = newest_step
         self.steps_this_attempt = 0
         self.newest_step_this_attempt = 0
+
+    def since_start_s(self, unix_s: float) -> float:
+        """A wall-clock time as seconds since the Run's start, as events give it."""
+        return round(unix_s - self._start_unix_s, 6)
 
     def attempt_started(self, attempt: Attempt, world_size: int, **fields: Any) -> None:
         self._world_size = world_size

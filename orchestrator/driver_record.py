@@ -1,0 +1,133 @@
+"""What one driver writes down for people: the event file, live progress, and at the end summary.json and the report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from orchestrator.config import RunConfig
+from orchestrator.controller import RunEnd
+from orchestrator.event_mirror import EventMirror, fetch_events
+from orchestrator.exit_codes import ExitCode
+from orchestrator.options import DriverOptions
+from orchestrator.progress import ProgressView, open_progress
+from orchestrator.report_text import report_text
+from orchestrator.run_identity import RunIdentity
+from orchestrator.summary import summarize
+from storage.errors import StorageError
+from storage.events import EventLog, read_events
+from storage.keys import EVENTS, SUMMARY
+from storage.object_store import ObjectStore
+
+__all__ = ["DriverRecord", "events_path_of"]
+
+_log = logging.getLogger(__name__)
+
+
+def events_path_of(run_url: str, run_id: str) -> Path:
+    """The local event file: in the Run's own directory where that is local, else beside other temporary files."""
+    if "://" not in run_url or run_url.startswith("file://"):
+        return Path(run_url.removeprefix("file://")) / EVENTS
+    return Path(tempfile.gettempdir()) / "raysume" / run_id / EVENTS
+
+
+class _TeeSink:
+    """An EventSink that also feeds the progress display."""
+
+    def __init__(self, log: EventLog, view: ProgressView) -> None:
+        self._log = log
+        self._view = view
+
+    def emit(
+        self, event: str, *, attempt: int | None = None, step: int | None = None, rank: int | None = None, **fields: Any
+    ) -> None:
+        self._log.emit(event, attempt=attempt, step=step, rank=rank, **fields)
+        self._view.on_event({"event": event, "attempt": attempt, "step": step, "rank": rank, **fields})
+
+
+class DriverRecord:
+    """A context: opens the event file, closes it and the display whatever happens."""
+
+    def __init__(self, store: ObjectStore, identity: RunIdentity, config: RunConfig, options: DriverOptions) -> None:
+        self._store = store
+        self._identity = identity
+        self._config = config
+        self._options = options
+        self._path = options.events_path or events_path_of(config.run.url, identity.run_id)
+        fetch_events(store, self._path)
+        self.newest_step = _newest_step(self._path)
+        self.start_unix_s = identity.start_unix_s
+        self._log = EventLog(self._path, identity.run_id, started_at_s=identity.start_unix_s)
+        is_shown = options.show_progress and not options.json_output
+        self._view = open_progress(total_steps=config.run.steps, is_shown=is_shown)
+        self.sink = _TeeSink(self._log, self._view)
+        is_in_place = self._path.resolve() == events_path_of(config.run.url, identity.run_id).resolve()
+        is_local = "://" not in config.run.url or config.run.url.startswith("file://")
+        self._mirror = None if is_local and is_in_place else EventMirror(store, self._path)
+
+    def __enter__(self) -> Self:
+        self.sink.emit(
+            "run_started",
+            run_id=self._identity.run_id,
+            steps=self._config.run.steps,
+            url=self._config.run.url,
+            start_unix_s=self._identity.start_unix_s,
+            is_new=self._identity.is_new,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._view.close()
+        self._log.close()
+        if self._mirror is not None:
+            self._mirror.close()
+
+    def note(self, line: str) -> None:
+        """A line for people that stays on the screen."""
+        self._view.note(line)
+
+    def finish(self, end: RunEnd) -> ExitCode:
+        """Write run_finished and summary.json, print the report; returns the exit code."""
+        status = "finished" if end.exit_code is ExitCode.SUCCESS else end.exit_code.name.lower().replace("_", "-")
+        self.sink.emit(
+            "run_finished",
+            status=status,
+            exit_reason=end.reason,
+            exit_code=int(end.exit_code),
+            weights_digest=end.weights_digest,
+        )
+        self._view.close()
+        if end.exit_code is ExitCode.REFUSED:
+            return end.exit_code
+        summary = summarize(read_events(self._path))
+        text = json.dumps(summary, indent=1)
+        try:
+            self._store.put(SUMMARY, text.encode())
+        except StorageError as error:
+            _log.error("summary.json could not be written: %s", error)
+        if self._options.json_output:
+            sys.stdout.write(text + "\n")
+        else:
+            sys.stdout.write(report_text(summary, url=self._config.run.url) + "\n")
+        sys.stdout.flush()
+        return end.exit_code
+
+
+def _newest_step(path: Path) -> int:
+    """The newest step that earlier drivers finished and did not roll back, from their events."""
+    if not path.exists():
+        return 0
+    newest = 0
+    for event in read_events(path):
+        if event.get("event") == "step":
+            newest = max(newest, int(event.get("step") or 0))
+        elif event.get("event") == "attempt_started":
+            newest = int(event.get("restored_step") or 0)
+    return newest

@@ -1,0 +1,59 @@
+"""Keeps a copy of the local event file under the Run's URL, for stores that cannot append. Bounded, at intervals."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+from storage.errors import ObjectMissing, StorageError
+from storage.keys import EVENTS
+from storage.object_store import ObjectStore
+
+__all__ = ["EventMirror", "fetch_events"]
+
+_log = logging.getLogger(__name__)
+
+
+def fetch_events(store: ObjectStore, path: Path) -> None:
+    """Bring an earlier driver's events here when this machine does not have them."""
+    if path.exists() and path.stat().st_size:
+        return
+    try:
+        body = store.get(EVENTS)
+    except ObjectMissing:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(body)
+
+
+class EventMirror:
+    """Uploads ``path`` every ``interval_s`` when it grew, and once more on close. A store that is away is warned of."""
+
+    def __init__(self, store: ObjectStore, path: Path, interval_s: float = 10.0) -> None:
+        self._store = store
+        self._path = path
+        self._interval_s = interval_s
+        self._uploaded = -1
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="event-mirror", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(timeout=60.0)
+        self._upload()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            self._upload()
+
+    def _upload(self) -> None:
+        size = self._path.stat().st_size
+        if size == self._uploaded:
+            return
+        try:
+            self._store.put(EVENTS, self._path.read_bytes(), deadline_s=30.0)
+            self._uploaded = size
+        except StorageError as error:
+            _log.warning("events could not be copied to %s: %s", self._store.url, error)

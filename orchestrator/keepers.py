@@ -1,0 +1,68 @@
+"""The Keepers as the driver sees them: found or started per node, renewed while it lives, let go at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import ray
+
+from orchestrator.config import RunConfig
+from orchestrator.coordinator_actor import coordinator_name
+from orchestrator.run_identity import build_digest
+from storage.keeper_actor import ensure_keeper
+
+__all__ = ["KEEPER_TTL_S", "KeeperCrew"]
+
+_log = logging.getLogger(__name__)
+KEEPER_TTL_S = 120.0
+_CLOSE_S = 10.0
+
+
+class KeeperCrew:
+    """Renews on a thread of its own, so that a busy controller never lets a Keeper expire."""
+
+    def __init__(self, run_id: str, config: RunConfig) -> None:
+        self._run_id = run_id
+        self._config = config
+        self._build_digest = build_digest()
+        self._lock = threading.Lock()
+        self._keepers: dict[str, Any] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="keeper-renewal", daemon=True)
+        self._thread.start()
+
+    def start(self, node_id: str) -> Any:
+        """Handle of the node's Keeper; blocks until it answers. Called from the worker group's threads."""
+        keeper = ensure_keeper(
+            node_id=node_id,
+            run_id=self._run_id,
+            root_url=self._config.run.url,
+            config=self._config.checkpoint,
+            build_digest=self._build_digest,
+            coordinator_name=coordinator_name(self._run_id),
+            ttl_s=KEEPER_TTL_S,
+        )
+        with self._lock:
+            self._keepers[node_id] = keeper
+        return keeper
+
+    def close(self) -> None:
+        """The Run is over for this driver: Keepers remove their memory and end. The unreachable ones expire."""
+        self._closed.set()
+        self._thread.join(timeout=_CLOSE_S)
+        with self._lock:
+            keepers = list(self._keepers.values())
+        refs = [keeper.close.remote() for keeper in keepers]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S)
+        for keeper in keepers:
+            ray.kill(keeper, no_restart=True)
+
+    def _renew(self) -> None:
+        while not self._closed.wait(KEEPER_TTL_S / 6):
+            with self._lock:
+                keepers = list(self._keepers.values())
+            for keeper in keepers:
+                keeper.renew.remote(KEEPER_TTL_S)

@@ -1,0 +1,253 @@
+"""Wires one driver: cluster, claim, checks, data, actors, controller; then the report. The only place that does.
+
+Order matters: nothing is written under the Run's URL before this driver is the only one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+
+from orchestrator.claim import claim_run
+from orchestrator.config import RunConfig
+from orchestrator.controller import Controller, Resume, RunEnd
+from orchestrator.coordinator_actor import utc_now
+from orchestrator.coordinator_client import CoordinatorClient
+from orchestrator.data_check import ensure_dataset
+from orchestrator.driver_lease import DriverLease
+from orchestrator.driver_record import DriverRecord
+from orchestrator.errors import ConfigError
+from orchestrator.exit_codes import ExitCode
+from orchestrator.journal import Journal
+from orchestrator.keepers import KeeperCrew
+from orchestrator.node_watcher import NodeWatcher
+from orchestrator.options import DriverOptions
+from orchestrator.placement import on_node
+from orchestrator.preflight import check_before_start
+from orchestrator.recorder import Recorder
+from orchestrator.run_identity import make_run_id, open_run_record
+from orchestrator.worker_group import WorkerGroup
+from storage.commit_log import CommitLog
+from storage.errors import LeaseHeld, StorageError
+from storage.keys import new_nonce
+from storage.lease import acquire
+from storage.object_store import ObjectStore
+from storage.open_store import open_store
+from workers.rendezvous import RendezvousActor
+from workers.settings import WorkerSettings
+from workers.worker import create_worker
+
+__all__ = ["TrainLoop", "run_driver"]
+
+_log = logging.getLogger(__name__)
+TrainLoop = Callable[[Any], None]
+LEASE_TTL_S = 10.0
+RENDEZVOUS_START_S = 120.0
+
+
+def run_driver(
+    config: RunConfig,
+    options: DriverOptions,
+    *,
+    train_loop: TrainLoop | None = None,
+    loop_config: dict[str, Any] | None = None,
+) -> ExitCode:
+    """Drive the Run in ``config`` to its end on the cluster at hand; returns why it ended.
+
+    ``train_loop`` None: the built-in recipe. Raises ConfigError before anything was started.
+    """
+    stop_requested = threading.Event()
+    with _stop_on_signals(stop_requested), _cluster(options):
+        run_id = make_run_id(config.run.name, config.run.url)
+        nonce = new_nonce()
+        owner = f"pid {os.getpid()} on {socket.gethostname()}"
+        store = open_store(config.run.url, config.checkpoint.store)
+        try:
+            actor = claim_run(run_id, config, owner)
+            lease = acquire(store, run_id, nonce=nonce, ttl_s=LEASE_TTL_S)
+        except LeaseHeld as error:
+            _log.error("%s", error)
+            return ExitCode.REFUSED
+        except StorageError as error:
+            raise ConfigError(config.run.url, (f"run.url cannot be reached: {error}",)) from error
+        with DriverLease(lease, LEASE_TTL_S / 5) as held:
+            driver = _Driver(config, options, run_id, nonce, store, train_loop, loop_config or {})
+            return driver.drive(CoordinatorClient(actor), stop_requested, held.lost)
+
+
+class _Driver:
+    """One driver that holds the Run: sets everything up, runs the controller, takes everything down."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        options: DriverOptions,
+        run_id: str,
+        nonce: str,
+        store: ObjectStore,
+        train_loop: TrainLoop | None,
+        loop_config: dict[str, Any],
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._run_id = run_id
+        self._nonce = nonce
+        self._store = store
+        self._train_loop = train_loop
+        self._loop_config = loop_config
+
+    def drive(self, coordinator: CoordinatorClient, stop: threading.Event, lease_lost: threading.Event) -> ExitCode:
+        check_before_start(self._store, self._config, self._nonce)
+        journal = Journal(self._store, self._nonce, utc_now)
+        journal.load()
+        log = CommitLog(self._store, self._run_id)
+        resume = parse_resume(self._config, log)
+        identity = open_run_record(self._store, self._run_id)
+        with DriverRecord(self._store, identity, self._config, self._options) as record:
+            ensure_dataset(self._config, record.note)
+            first_number = 1 + max(
+                [journal.last_attempt_number(), *(commit.attempt.number for commit in log.all_commits())]
+            )
+            record.sink.emit("driver_started", nonce=self._nonce, pid=os.getpid(), first_attempt=first_number)
+            end = self._control(coordinator, journal, record, resume, stop, lease_lost, first_number)
+            return record.finish(end)
+
+    def _control(
+        self,
+        coordinator: CoordinatorClient,
+        journal: Journal,
+        record: DriverRecord,
+        resume: Resume,
+        stop: threading.Event,
+        lease_lost: threading.Event,
+        first_number: int,
+    ) -> RunEnd:
+        here = on_node(ray.get_runtime_context().get_node_id())
+        rendezvous = RendezvousActor.options(num_cpus=0, scheduling_strategy=here).remote(
+            ray.util.get_node_ip_address()
+        )
+        crew = KeeperCrew(self._run_id, self._config)
+        group = WorkerGroup(
+            run_id=self._run_id,
+            spawn=self._spawn,
+            start_keeper=crew.start,
+            resources_per_worker=self._config.world.resources_per_worker,
+        )
+        watcher = NodeWatcher()
+        try:
+            controller = Controller(
+                run_id=self._run_id,
+                config=self._config,
+                nonce=self._nonce,
+                group=group,
+                watcher=watcher,
+                coordinator=coordinator,
+                journal=journal,
+                recorder=Recorder(record.sink, start_unix_s=record.start_unix_s, newest_step=record.newest_step),
+                rendezvous=ray.get(rendezvous.address.remote(), timeout=RENDEZVOUS_START_S),
+                resume=resume,
+                stop_requested=stop,
+                lease_lost=lease_lost,
+                first_attempt_number=first_number,
+            )
+            return controller.run()
+        finally:
+            watcher.close()
+            group.close()
+            crew.close()
+
+    def _spawn(self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any]) -> Any:
+        config = self._config
+        settings = WorkerSettings(
+            run_id=self._run_id,
+            seed=config.seed,
+            total_steps=config.run.steps,
+            model=config.model,
+            data=config.data,
+            optim=config.optim,
+            eval=config.eval,
+            checkpoint=config.checkpoint,
+            loop_config=self._loop_config,
+            num_threads=config.world.threads_per_worker,
+        )
+        return create_worker(
+            settings,
+            worker_id=worker_id,
+            node_id=node_id,
+            keeper=keeper,
+            train_loop=self._train_loop,
+            log_level=config.log_level,
+            options=options,
+        )
+
+
+def parse_resume(config: RunConfig, log: CommitLog) -> Resume:
+    """Where the first Attempt starts, from ``run.resume``. Raises ConfigError where the wish cannot be meant."""
+    wish, partial = config.run.resume, config.run.allow_partial
+    if wish == "auto":
+        return Resume(allow_partial=partial)
+    try:
+        commits = log.commits()
+    except StorageError as error:
+        raise ConfigError(config.run.url, (f"run.resume {wish}: {error}",)) from error
+    if wish == "none":
+        if commits:
+            text = (
+                f"run.resume none, but {config.run.url} holds Checkpoints up to step {commits[-1].step}: "
+                "choose another run.url, or run.resume auto to go on"
+            )
+            raise ConfigError(config.run.url, (text,))
+        return Resume(allow_partial=partial)
+    if wish.isdigit():
+        return Resume(step=int(wish), allow_partial=partial)
+    if commits:
+        _log.warning("run.resume %s is passed over: %s has Checkpoints of its own", wish, config.run.url)
+        return Resume(allow_partial=partial)
+    return Resume(url=wish, allow_partial=partial)
+
+
+@contextlib.contextmanager
+def _cluster(options: DriverOptions) -> Iterator[None]:
+    """Connect to the cluster that is named or found; else start one on this machine. Leaves it at the end."""
+    level = logging.getLogger().getEffectiveLevel()
+    common: dict[str, Any] = {"namespace": "raysume", "logging_level": max(level, logging.WARNING)}
+    try:
+        ray.init(address=options.ray_address or "auto", **common)
+    except ConnectionError:
+        if options.ray_address is not None:
+            raise
+        _log.info("no Ray cluster found: starting one on this machine")
+        ray.init(address="local", include_dashboard=False, **common)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
+    """First SIGINT or SIGTERM: save, leave, end. A second one ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, _frame: object) -> None:
+        if stop_requested.is_set():
+            raise KeyboardInterrupt
+        _log.warning("%s: saving and stopping; once more stops at once", signal.Signals(number).name)
+        stop_requested.set()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,203 @@
+"""The coordinator on a MemoryStore: Receipts in, one Commit out, old Attempts refused. No ray, no torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from orchestrator.committer import Committer
+from orchestrator.coordinator import Coordinator
+from orchestrator.signals import Committed, SaveFailed, SaveSkipped, StepFinished
+from storage.commit_log import CommitLog
+from storage.config import CheckpointConfig
+from storage.errors import CommitRefused, ObjectMissing
+from storage.keys import Attempt, StepKey, shard_key
+from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardRecord, TensorLayout
+from storage.memory_store import MemoryStore
+from workers.contract import BoundOrder, ExchangeRequest, OrderKind, StepReport
+
+FIRST = Attempt(number=1, nonce="0000aaaa")
+SECOND = Attempt(number=2, nonce="0000aaaa")
+RUN = "run-1"
+WAIT_S = 10.0
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ticking(Clock):
+    """A clock that moves a little at each look, so that bounded waits end."""
+
+    def __call__(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+
+def make(
+    config: CheckpointConfig | None = None, clock: Clock | None = None
+) -> tuple[Coordinator, CommitLog, MemoryStore]:
+    store = MemoryStore()
+    config = config or CheckpointConfig(every_steps=10)
+    counter = itertools.count()
+    committer = Committer(
+        run_id=RUN,
+        store=store,
+        config=config,
+        metadata={"git_commit": None},
+        now_utc=lambda: f"2026-01-01T00:00:{next(counter) % 60:02d}Z",
+        monotonic=clock or Ticking(),
+    )
+    coordinator = Coordinator(committer=committer, config=config, total_steps=100, monotonic=clock or Ticking())
+    return coordinator, CommitLog(store, RUN), store
+
+
+def receipt(store: MemoryStore, attempt: Attempt, step: int, rank: int, world_size: int = 2) -> Receipt:
+    key = shard_key(StepKey(step=step, attempt=attempt), rank)
+    store.put(key, b"x" * 10)
+    layout = TensorLayout(
+        dtype="float32",
+        shape=(world_size, 3),
+        level="L1",
+        chunks=(ChunkPlace(rank=rank, offsets=(rank, 0), sizes=(1, 3)),),
+    )
+    return Receipt(
+        run_id=RUN,
+        step=step,
+        attempt=AttemptRecord.of(attempt),
+        world_size=world_size,
+        shard=ShardRecord(rank=rank, key=key, size=10, digest="0" * 32, index_bytes=1, index_digest="0" * 32),
+        tensors={"model.weight": layout},
+        shared_state={"progress": {"step": step}} if rank == 0 else None,
+        stall_s=0.1 * (rank + 1),
+        upload_s=0.2,
+    )
+
+
+def report(step: int) -> StepReport:
+    return StepReport(
+        step=step,
+        loss=1.0 / step,
+        grad_norm=1.0,
+        lr=0.1,
+        tokens=step * 8,
+        position=step * 4,
+        sample_chain=f"{step:032x}",
+        step_s=0.1,
+        finished_at_s=0.0,
+    )
+
+
+def commit_step(coordinator: Coordinator, store: MemoryStore, attempt: Attempt, step: int) -> None:
+    for rank in range(2):
+        assert coordinator.deliver(receipt(store, attempt, step, rank))
+    assert coordinator.wait_settled(step, WAIT_S)
+
+
+def test_a_step_is_committed_when_the_last_rank_s_receipt_is_there_and_not_before() -> None:
+    coordinator, log, store = make()
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(10),)))
+    coordinator.deliver(receipt(store, FIRST, 10, 1))
+    assert log.commits() == []
+    assert coordinator.pending() == {10: (0,)}
+    coordinator.deliver(receipt(store, FIRST, 10, 0))
+    assert coordinator.wait_settled(10, WAIT_S)
+    commits = log.commits()
+    assert [(c.step, c.loss, c.base_step) for c in commits] == [(10, 0.1, 0)]
+    manifest = log.read_manifest(commits[0])
+    assert [shard.rank for shard in manifest.shards] == [0, 1]
+    assert manifest.ledger is not None
+    assert manifest.ledger.position == 40
+    coordinator.close()
+    committed = [s for s in coordinator.drain_signals() if isinstance(s, Committed)]
+    assert [(s.step, s.stored_bytes, s.stall_s) for s in committed] == [(10, 20, 0.2)]
+
+
+def test_receipts_of_an_older_attempt_never_make_a_commit() -> None:
+    coordinator, log, store = make()
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    coordinator.deliver(receipt(store, FIRST, 20, 0))
+    coordinator.begin_attempt(SECOND, world_size=1, base_step=10)
+    assert coordinator.deliver(receipt(store, FIRST, 20, 1))
+    assert coordinator.deliver(receipt(store, SECOND, 20, 0, world_size=1))
+    assert coordinator.wait_settled(20, WAIT_S)
+    (commit,) = log.commits()
+    manifest = log.read_manifest(commit)
+    assert [shard.key for shard in manifest.shards] == [shard_key(StepKey(step=20, attempt=SECOND), 0)]
+
+
+def test_an_older_attempt_s_rank_0_learns_that_it_is_over_and_attempts_only_rise() -> None:
+    coordinator, _, _ = make()
+    coordinator.begin_attempt(SECOND, world_size=2, base_step=0)
+    assert not coordinator.exchange(ExchangeRequest(attempt=FIRST)).is_current
+    with pytest.raises(CommitRefused, match="does not rise"):
+        coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+
+
+def test_a_failed_rank_settles_its_step_without_a_commit() -> None:
+    coordinator, log, store = make()
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    coordinator.deliver(receipt(store, FIRST, 10, 0))
+    coordinator.report_failed(FIRST, 10, 1, "disk full")
+    assert coordinator.wait_settled(10, WAIT_S)
+    assert log.commits() == []
+    failures = [s for s in coordinator.drain_signals() if isinstance(s, SaveFailed)]
+    assert [s.reason for s in failures] == ["rank 1: disk full"]
+    assert coordinator.exchange(ExchangeRequest(attempt=FIRST)).settled_steps == (10,)
+
+
+def test_news_that_arrives_twice_counts_once_and_a_skipped_save_is_given_up() -> None:
+    coordinator, _, _ = make()
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    bound = BoundOrder(number=0, kind=OrderKind.SNAPSHOT, step=10)
+    request = ExchangeRequest(attempt=FIRST, reports=(report(1), report(2)), bound=(bound,))
+    coordinator.exchange(request)
+    coordinator.exchange(request)
+    coordinator.exchange(ExchangeRequest(attempt=FIRST, skipped=(10,)))
+    signals = coordinator.drain_signals()
+    assert [s.report.step for s in signals if isinstance(s, StepFinished)] == [1, 2]
+    assert [s.step for s in signals if isinstance(s, SaveSkipped)] == [10]
+    assert coordinator.wait_settled(10, WAIT_S)
+
+
+def test_a_leave_order_rises_above_earlier_ones_and_the_time_policy_orders_a_snapshot() -> None:
+    clock = Clock()
+    coordinator, _, _ = make(CheckpointConfig(every_s=60), clock)
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    assert coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(1),))).order is None
+    clock.now = 61.0
+    order = coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(2),))).order
+    assert order is not None
+    assert (order.kind, order.number, order.not_before_step) == (OrderKind.SNAPSHOT, 1, 3)
+    assert coordinator.submit_leave("drain") == 2
+    order = coordinator.exchange(ExchangeRequest(attempt=FIRST)).order
+    assert order is not None
+    assert order.kind is OrderKind.LEAVE
+
+
+def test_only_keep_checkpoints_stay_and_the_plan_names_the_newest() -> None:
+    coordinator, log, store = make(CheckpointConfig(every_steps=10, keep=3))
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    for step in (9, 10, 99, 100):
+        commit_step(coordinator, store, FIRST, step)
+    coordinator.close()
+    assert [c.step for c in log.commits()] == [10, 99, 100]
+    plan = coordinator.choose_plan(SECOND, None, False, None)
+    assert plan is not None
+    assert plan.step == 100
+
+
+def test_resume_from_a_step_that_was_never_committed_names_those_that_were() -> None:
+    coordinator, _, store = make()
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    commit_step(coordinator, store, FIRST, 10)
+    with pytest.raises(ObjectMissing, match="10"):
+        coordinator.choose_plan(SECOND, 30, False, None)
