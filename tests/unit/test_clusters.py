@@ -16,14 +16,11 @@ AWS = CLUSTERS / "aws" / "cluster.yaml"
 
 # Field names of KubeRay's ray.io/v1 types and of the parts of a Kubernetes pod that clusters/kuberay uses.
 _POD_SPEC = {
-    "nodeSelector": {},
-    "tolerations": [{"key", "operator", "effect", "value", "tolerationSeconds"}],
-    "terminationGracePeriodSeconds": None,
-    "serviceAccountName": None,
-    "priorityClassName": None,
-    "affinity": {},
-    "volumes": [{"name", "emptyDir", "configMap", "secret", "persistentVolumeClaim"}],
-}
+    "affinity", "containers", "nodeSelector", "priorityClassName", "serviceAccountName",
+    "terminationGracePeriodSeconds", "tolerations", "volumes",
+}  # fmt: skip
+_TOLERATION = {"effect", "key", "operator", "tolerationSeconds", "value"}
+_VOLUME = {"configMap", "emptyDir", "name", "persistentVolumeClaim", "secret"}
 _CONTAINER = {
     "name", "image", "imagePullPolicy", "command", "args", "env", "envFrom", "ports", "resources", "volumeMounts",
     "lifecycle", "livenessProbe", "readinessProbe", "startupProbe", "securityContext", "workingDir",
@@ -177,12 +174,9 @@ def test_every_pod_of_the_rayjob_uses_fields_that_kubernetes_knows(rayjob: dict[
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         assert set(group["template"]) <= {"metadata", "spec"}
         pod = group["template"]["spec"]
-        assert set(pod) <= {*_POD_SPEC, "containers"}
-        for key in ("tolerations", "volumes"):
-            known = _POD_SPEC[key]
-            assert isinstance(known, list)
-            for item in pod.get(key, []):
-                assert set(item) <= known[0]
+        assert set(pod) <= _POD_SPEC
+        assert all(set(toleration) <= _TOLERATION for toleration in pod.get("tolerations", []))
+        assert all(set(volume) <= _VOLUME for volume in pod.get("volumes", []))
         for container in pod["containers"]:
             assert set(container) <= _CONTAINER
             mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
