@@ -75,6 +75,9 @@ def ray_nodes(num_nodes: int, *, cpus_per_node: int = 1) -> Iterator[RayNodes]:
         # One value for the driver and, by inheritance, for every node: one with another value could not join.
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # What the cluster would set by itself, so that it is undone afterwards.
+        for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_DEDUP_LOGS", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+            patch.setenv(name, "0")
         patch.setenv("OMP_NUM_THREADS", "1")
         import ray
 
