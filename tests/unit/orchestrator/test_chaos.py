@@ -26,7 +26,7 @@ def test_every_verb_can_be_written_and_prints_as_it_was_written(verb: ChaosVerb)
 @pytest.mark.parametrize(
     ("spec", "part", "said"),
     [
-        ("kill-node@4,explode@5", "explode@5", "kill-node, add-node, kill-worker, stop-worker, drain-node, kill-driver"),
+        ("kill-node@4,zap@5", "zap@5", "kill-node, add-node, kill-worker, stop-worker, drain-node, kill-driver"),
         ("", "", "no such verb"),
         ("kill-node@40,", "", "no such verb"),
         ("kill-node", "kill-node", "the step is missing"),

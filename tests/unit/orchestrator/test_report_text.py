@@ -1,0 +1,134 @@
+"""The final report and the progress lines, as text."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+
+from orchestrator.progress import RunStatus, event_line, open_progress
+from orchestrator.report_text import duration, report_text, size, sparkline
+from orchestrator.summary import Event, summarize
+
+
+def run_log() -> list[Event]:
+    def step(attempt: int, number: int, t_s: float, world: int) -> Event:
+        return {"event": "step", "t_s": t_s, "attempt": attempt, "step": number, "loss": 8.0 - number, "step_s": 1.0,
+                "tokens": number * 2048, "sample_chain": "c", "world_size": world}  # fmt: skip
+
+    return [
+        {"event": "run_started", "t_s": 0.0, "run_id": "first-run", "steps": 6},
+        {"event": "attempt_started", "t_s": 4.0, "attempt": 1, "cause": "start", "world_size": 4, "restored_step": 0,
+         "restored_from": "none"},
+        *[step(1, number, 5.0 + number, 4) for number in (1, 2, 3)],
+        {"event": "committed", "t_s": 7.5, "attempt": 1, "step": 2, "bytes": 61_300_000, "stall_s": 0.1,
+         "upload_s": 0.4},
+        {"event": "fault", "t_s": 8.5, "attempt": 1, "cause": "node-lost", "nodes": [], "workers": [], "detail": "n2"},
+        {"event": "attempt_started", "t_s": 8.6, "attempt": 2, "cause": "node-lost", "world_size": 3,
+         "restored_step": 2, "restored_from": "object-storage", "detected_s": 8.5},
+        *[step(2, number, 8.0 + number, 3) for number in (3, 4, 5, 6)],
+        {"event": "run_finished", "t_s": 15.0, "status": "finished", "exit_reason": "all 6 steps are done",
+         "exit_code": 0, "weights_digest": "ab"},
+    ]  # fmt: skip
+
+
+def test_the_report_says_what_happened_what_it_cost_and_where_things_are() -> None:
+    text = report_text(summarize(run_log()), url="/out/first-run", config_path="run.yaml")
+    assert "Run first-run: finished after 6 steps" in text
+    assert "loss 7.000 -> 2.000, 12,288 tokens seen" in text
+    assert "4 from step 1, 3 from step 3" in text
+    row = next(line for line in text.splitlines() if "a machine died" in line)
+    assert row.split("  ")[-1].strip() == "2.50 s"
+    assert "step 2, object-storage" in row
+    assert "1 step" in row
+    assert "1 committed, the newest of step 2 (61.3 MB)" in text
+    assert "raysume checkpoints verify /out/first-run" in text
+
+
+def test_a_quiet_run_is_offered_some_chaos_and_a_broken_one_is_not() -> None:
+    quiet = [event for event in run_log() if event.get("attempt") != 2 and event["event"] != "fault"]
+    assert "--chaos kill-node@1,add-node@2" in report_text(summarize(quiet), url="/out")
+    assert "--chaos" not in report_text(summarize(run_log()), url="/out")
+
+
+def test_a_run_that_did_not_finish_is_told_how_to_go_on() -> None:
+    end: Event = {"event": "run_finished", "t_s": 15.0, "status": "stopped", "exit_reason": "Ctrl-C", "exit_code": 14}
+    stopped = [*run_log()[:-1], end]
+    assert "go on from the newest checkpoint" in report_text(summarize(stopped), url="/out")
+
+
+def test_a_run_that_never_trained_still_has_a_report() -> None:
+    text = report_text(summarize([]), url="/out")
+    assert "after 0 steps" in text
+    assert "none was committed" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [
+        ([3.0, 2.0, 1.0], "█▅▁"),
+        ([1.0, 1.0], "▁▁"),
+        ([1.0, math.nan, 2.0], "▁!█"),
+        ([math.inf], "!"),
+        ([], ""),
+    ],
+)
+def test_a_curve_is_one_row_of_bars(values: list[float], bars: str) -> None:
+    assert sparkline(values) == bars
+
+
+def test_a_long_curve_is_averaged_down_to_its_width() -> None:
+    assert sparkline([float(value) for value in range(100)], width=8) == "▁▂▃▄▅▆▇█"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.844, "0.84 s"), (12.34, "12.3 s"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (273600, "3 d 4 h")],
+)
+def test_durations_are_written_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(512, "512 B"), (61_300_000, "61.3 MB"), (2e15, "2.0 PB")])
+def test_sizes_are_written_for_people(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_plain_progress_writes_a_line_every_ten_steps_and_for_events_of_note() -> None:
+    stream = io.StringIO()
+    view = open_progress(total_steps=30, stream=stream)
+    view.on_event({"event": "attempt_started", "attempt": 1, "cause": "start", "world_size": 2, "restored_step": 0,
+                   "restored_from": "none"})  # fmt: skip
+    for step in range(1, 31):
+        view.on_event(
+            {"event": "step", "step": step, "loss": 5.0, "tokens": step * 100, "step_s": 0.5, "world_size": 2}
+        )
+    view.close()
+    view.note("after the end")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "attempt 1 (start): 2 workers, from step 0 (none)"
+    assert [line.split(" ")[1] for line in lines[1:]] == ["1/30", "10/30", "20/30", "30/30"]
+    assert lines[2] == "step 10/30 · loss 5.000 · 200 tokens/s · 2 workers · no checkpoint yet · training"
+
+
+def test_the_speed_is_not_computed_across_a_rollback() -> None:
+    status = RunStatus()
+    status.add({"event": "step", "step": 5, "tokens": 500, "step_s": 1.0})
+    status.add({"event": "attempt_started", "restored_step": 2, "world_size": 1})
+    status.add({"event": "step", "step": 3, "tokens": 300, "step_s": 1.0})
+    assert status.tokens_per_s is None
+    status.add({"event": "step", "step": 4, "tokens": 400, "step_s": 1.0})
+    assert status.tokens_per_s == 100.0
+
+
+def test_a_view_that_is_not_shown_writes_nothing() -> None:
+    stream = io.StringIO()
+    view = open_progress(is_shown=False, stream=stream)
+    view.note("x")
+    view.on_event({"event": "fault", "cause": "hang", "detail": "d"})
+    assert stream.getvalue() == ""
+
+
+def test_an_evaluation_without_a_best_value_yet_is_still_a_line() -> None:
+    assert event_line({"event": "eval", "step": 3, "loss": 2.0, "best": None}) == "eval at step 3: loss 2.000, best ?"

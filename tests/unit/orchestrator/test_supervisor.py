@@ -1,0 +1,269 @@
+"""The supervisor's loop: cluster and driver are doubles, event file, schedule and shared memory are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.chaos import parse_chaos
+from orchestrator.driver_child import DriverChild, driver_command
+from orchestrator.event_tail import EventTail
+from orchestrator.exit_codes import ExitCode
+from orchestrator.load_config import load_config
+from orchestrator.local_cluster import LocalNode, descendants, is_running
+from orchestrator.progress import ProgressView
+from orchestrator.summary import Event
+from orchestrator.supervisor import Supervisor, SupervisorPlan
+from storage.arena import arena_directory
+from storage.events import EventLog, read_events
+
+RUN_ID = "supervisor-test"
+
+
+class FakeView:
+    """Keeps the lines a person would see."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_event(self, event: Event) -> None: ...
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+    def close(self) -> None: ...
+
+
+class FakeCluster:
+    """Nodes that are mere records; remembers what was done to them, in order."""
+
+    address = "127.0.0.1:1"
+
+    def __init__(self, directory: Path, num_nodes: int, raylet_pid: int = 0) -> None:
+        self._directory, self._raylet_pid, self._started = directory, raylet_pid, 0
+        self.nodes: dict[int, LocalNode] = {}
+        self.done: list[str] = []
+        for _ in range(num_nodes):
+            self.add_node()
+        self.done.clear()
+
+    def add_node(self) -> LocalNode:
+        self._started += 1
+        number = self._started
+        node = LocalNode(number=number, node_id=f"node{number}", raylet_pid=self._raylet_pid,
+                         directory=self._directory, handle=None)  # fmt: skip
+        self.nodes[number] = node
+        self.done.append(f"add {number}")
+        return node
+
+    def kill_node(self, number: int) -> LocalNode:
+        self.done.append(f"kill {number}")
+        return self.nodes.pop(number)
+
+    def bury(self, node: LocalNode) -> None:
+        self.done.append(f"bury {node.number}")
+
+    def drain_node(self, number: int, *, notice_s: float) -> LocalNode:
+        self.done.append(f"drain {number} {notice_s:g}")
+        return self.nodes[number]
+
+
+class FakeDriver:
+    """Emits its steps one a poll, then ends with ``code``. Dies of SIGKILL; leaves with 14 at SIGTERM or SIGINT."""
+
+    def __init__(self, log: EventLog, pid: int, steps: range, code: int, on_step: Callable[[int], None]) -> None:
+        self.pid, self._log, self._steps, self._code, self._on_step = pid, log, iter(steps), code, on_step
+        self.received: list[int] = []
+        self._ending: int | None = None
+        log.emit("run_started", run_id=RUN_ID, steps=9, url="", start_unix_s=1000.0)
+        log.emit("driver_started", nonce="0", pid=pid)
+
+    def wait(self, timeout_s: float) -> int | None:
+        assert timeout_s < 1
+        if self._ending is not None:
+            return self._ending
+        step = next(self._steps, None)
+        if step is None:
+            return self._code
+        self._on_step(step)
+        self._log.emit("step", attempt=1, step=step, loss=1.0)
+        return None
+
+    def send(self, number: int) -> None:
+        self.received.append(number)
+        self._ending = -signal.SIGKILL if number == signal.SIGKILL else int(ExitCode.STOPPED)
+
+    def close(self) -> None: ...
+
+    def copy_output(self) -> None: ...
+
+
+class Stage:
+    """A supervisor with doubles; ``lives`` gives the steps and exit code of each driver in turn."""
+
+    def __init__(self, tmp_path: Path, chaos: str, lives: list[tuple[range, int]], *, nodes: int = 3, raylet: int = 0):
+        self.events = tmp_path / "events.jsonl"
+        self.log = EventLog(self.events, RUN_ID, started_at_s=1000.0)
+        self.cluster = FakeCluster(tmp_path, nodes, raylet)
+        self.view = FakeView()
+        self.stops: list[int] = []
+        self.on_step: Callable[[int], None] = lambda _step: None
+        self.started: list[tuple[str, ...]] = []
+        self.drivers: list[FakeDriver] = []
+        self._lives = iter(lives)
+        plan = SupervisorPlan(
+            config=load_config(Path("clusters/local/run.yaml")), config_path=Path("run.yaml"), overrides=("seed=0",),
+            num_nodes=nodes, actions=parse_chaos(chaos) if chaos else (), events_path=self.events, run_id=RUN_ID,
+        )  # fmt: skip
+        view: ProgressView = self.view
+        self.supervisor = Supervisor(plan, self.cluster, self._start, view, self.stops)
+
+    def _start(self, overrides: tuple[str, ...]) -> FakeDriver:
+        steps, code = next(self._lives)
+        self.started.append(overrides)
+        driver = FakeDriver(self.log, 100 + len(self.started), steps, code, lambda step: self.on_step(step))
+        self.drivers.append(driver)
+        return driver
+
+    def chaos(self) -> list[tuple[str, str | None, int, int]]:
+        found = [event for event in read_events(self.events) if event["event"] == "chaos"]
+        return [(event["verb"], event["node_id"], event["planned_step"], event["at_step"]) for event in found]
+
+
+def test_a_node_is_killed_and_buried_and_one_is_added_when_their_steps_come(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "kill-node:2@3,add-node@5", [(range(1, 9), 0)])
+    arena = arena_directory(RUN_ID, "node2")
+    arena.mkdir(exist_ok=True)
+    (arena / "buffer").write_bytes(b"x")
+    assert stage.supervisor.run() == 0
+    assert stage.cluster.done == ["kill 2", "bury 2", "add 4"]
+    assert stage.chaos() == [("kill-node", "node2", 3, 3), ("add-node", "node4", 5, 5)]
+    assert not arena.exists()
+
+
+def test_steps_of_an_earlier_life_of_the_run_set_nothing_off(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "kill-node:2@30", [(range(1, 4), 0)])
+    stage.log.emit("driver_started", nonce="0", pid=7)
+    stage.log.emit("step", attempt=1, step=90, loss=1.0)
+    assert stage.supervisor.run() == 0
+    assert stage.cluster.done == []
+    assert any("kill-node:2@30 never happened" in line for line in stage.view.lines)
+
+
+def test_a_killed_driver_is_started_again_and_told_to_go_on(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "kill-driver@3", [(range(1, 99), 0), (range(3, 6), 0)])
+    assert stage.supervisor.run() == 0
+    assert stage.started == [("seed=0",), ("seed=0", "run.resume=auto")]
+    assert stage.chaos() == [("kill-driver", None, 3, 3)]
+
+
+def test_a_driver_that_died_by_itself_is_not_started_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "", [(range(1, 3), -signal.SIGSEGV)])
+    assert stage.supervisor.run() == ExitCode.INTERNAL_ERROR
+    assert len(stage.started) == 1
+
+
+@pytest.mark.parametrize("code", [ExitCode.SUCCESS, ExitCode.USER_ERROR, ExitCode.REFUSED])
+def test_the_drivers_exit_code_is_handed_on(tmp_path: Path, code: ExitCode) -> None:
+    assert Stage(tmp_path, "", [(range(1, 3), code)]).supervisor.run() == code
+
+
+def test_a_drained_node_is_killed_when_its_notice_is_over(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "drain-node:1@2:0s", [(range(1, 6), 0)])
+    assert stage.supervisor.run() == 0
+    assert stage.cluster.done == ["drain 1 0", "kill 1", "bury 1"]
+    assert [verb for verb, *_ in stage.chaos()] == ["drain-node", "drain-deadline"]
+
+
+def test_a_target_that_is_gone_is_said_loudly_and_not_recorded_as_done(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "kill-node:1@2,kill-node:1@3", [(range(1, 6), 0)])
+    assert stage.supervisor.run() == 0
+    assert stage.chaos() == [("kill-node", "node1", 2, 2)]
+    assert any("kill-node:1@3 did NOT happen: " in line for line in stage.view.lines)
+
+
+def test_a_signal_is_passed_on_once_and_the_run_counts_as_stopped(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "kill-node@3", [(range(1, 99), 0)])
+    stage.on_step = lambda step: stage.stops.append(signal.SIGTERM) if step == 2 else None
+    assert stage.supervisor.run() == ExitCode.STOPPED
+    assert stage.drivers[0].received == [signal.SIGTERM]
+    assert stage.cluster.done == []
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+@pytest.mark.parametrize(("verb", "state"), [("kill-worker", "gone"), ("stop-worker", "stopped")])
+def test_a_worker_process_is_really_killed_or_stopped(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], verb: str, state: str
+) -> None:
+    stage = Stage(tmp_path, f"{verb}:1@2", [(range(1, 4), 0)], nodes=1, raylet=os.getpid())
+    stage.on_step = lambda _step: stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid)
+    assert stage.supervisor.run() == 0
+    assert stage.chaos() == [(verb, "node1", 2, 2)]
+    _, status = os.waitpid(sleeper.pid, os.WUNTRACED)
+    assert (os.WIFSIGNALED(status), os.WIFSTOPPED(status)) == (state == "gone", state == "stopped")
+
+
+def test_a_process_that_is_not_the_nodes_is_never_hit(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    stage = Stage(tmp_path, "kill-worker@2", [(range(1, 4), 0)], nodes=1, raylet=sleeper.pid)
+    stage.on_step = lambda _step: stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid)
+    assert stage.supervisor.run() == 0
+    assert stage.chaos() == []
+    assert is_running(sleeper.pid)
+
+
+def test_descendants_are_found_through_several_generations() -> None:
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'print(1, flush=True); input()']).wait()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = descendants(process.pid)
+        assert len(found) == 1
+        process.communicate(b"\n", timeout=30)
+
+
+def test_an_event_file_is_followed_by_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = EventTail(path)
+    assert tail.read() == []
+    first, second = json.dumps({"event": "step", "step": 1}), json.dumps({"event": "step", "step": 2})
+    path.write_text(first + "\n" + second[:9])
+    assert [event["step"] for event in tail.read()] == [1]
+    with path.open("a") as file:
+        file.write(second[9:] + "\nnot json\n[]\n")
+    assert [event["step"] for event in tail.read()] == [2]
+    assert tail.read() == []
+
+
+def test_a_child_keeps_its_output_apart_and_hands_on_its_lines(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    lines: list[str] = []
+    code = "import sys; print('report'); print('a line', file=sys.stderr); sys.exit(14)"
+    child = DriverChild([sys.executable, "-c", code], lines.append)
+    assert child.wait(30.0) == 14
+    child.close()
+    child.copy_output()
+    assert lines == ["a line"]
+    assert capfdbinary.readouterr().out == b"report\n"
+
+
+def test_the_drivers_command_line_passes_values_as_they_are(tmp_path: Path) -> None:
+    value = """model.config.a={"b": "x y; echo $HOME `id`"}"""
+    command = driver_command(
+        Path("run.yaml"), [value, "run.resume=auto"], ray_address="127.0.0.1:1", events_path=tmp_path, json_output=True
+    )
+    assert command[-4:] == ["--", "run.yaml", value, "run.resume=auto"]
+    assert "--json" in command
