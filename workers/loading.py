@@ -17,15 +17,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from storage.open_store import open_store
 from workers.contract import AttemptSpec
+from workers.dataset import TokenDataset
 from workers.models import ModelTemplate, instantiate, materialize
 from workers.optim import build_optimizer, build_scheduler
 from workers.parallelize import parallelize
 from workers.resume import restore
 from workers.rng import seed_rng
 from workers.settings import WorkerSettings
+from workers.staging import Stager
 from workers.state import Tracker, TrainingState
 
-__all__ = ["Makers", "load_state"]
+__all__ = ["Makers", "WarmParts", "load_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +40,29 @@ class Makers:
     trackers: Callable[[nn.Module], Mapping[str, Tracker]] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmParts:
+    """What a worker process keeps between Attempts. ``validation`` is None when there is nothing to evaluate on."""
+
+    device: torch.device
+    template: ModelTemplate
+    dataset: TokenDataset
+    validation: TokenDataset | None
+    stager: Stager
+
+
 def load_state(
     makers: Makers,
     *,
     settings: WorkerSettings,
     spec: AttemptSpec,
-    template: ModelTemplate | None,
+    parts: WarmParts,
     own_trackers: Mapping[str, Tracker],
     mesh: DeviceMesh,
-    device: torch.device,
 ) -> TrainingState:
     """The state with which step ``progress.step + 1`` begins."""
-    model = parallelize(_meta_model(makers, settings, template), settings.model, mesh)
-    materialize(model, device, settings.seed, init_weights=spec.restore is None)
+    model = parallelize(_meta_model(makers, parts.template), settings.model, mesh)
+    materialize(model, parts.device, settings.seed, init_weights=spec.restore is None)
     optimizer = build_optimizer(model, settings.optim) if makers.optimizer is None else makers.optimizer(model)
     if makers.scheduler is None:
         scheduler: LRScheduler = build_scheduler(optimizer, settings.optim, settings.total_steps)
@@ -70,8 +82,8 @@ def load_state(
     return state
 
 
-def _meta_model(makers: Makers, settings: WorkerSettings, template: ModelTemplate | None) -> nn.Module:
+def _meta_model(makers: Makers, template: ModelTemplate) -> nn.Module:
     if makers.model is not None:
         with torch.device("meta"):
             return makers.model()
-    return instantiate(ModelTemplate.build(settings.model) if template is None else template)
+    return instantiate(template)

@@ -24,38 +24,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from workers.contract import AttemptSpec, BoundOrder, EvalReport, OrderKind, Phase, StepReport
 from workers.courier import Courier
 from workers.data_identity import DATA_TRACKER, DataIdentity
-from workers.dataset import TokenDataset
 from workers.errors import LoopMisused, RanksDisagree
 from workers.evaluation import evaluate, reshard
 from workers.groups import Groups
 from workers.heartbeat import Pulse
-from workers.loading import Makers, load_state
-from workers.models import ModelTemplate
-from workers.order_plan import OrderBinder, OrderPlan, standing_orders
+from workers.loading import Makers, WarmParts, load_state
+from workers.order_desk import OrderDesk
 from workers.sample_order import chain
 from workers.settings import WorkerSettings
 from workers.snapshot import capture
-from workers.staging import Stager
-from workers.state import Tracker, TrainingState
+from workers.state import Progress, Tracker, TrainingState
 from workers.step_vector import StepTotals, StepVectorLayout
 from workers.stream import Leaf, LeafStream
 from workers.train_step import TrainStep
 from workers.training_statistics import TrainingStatistics
 
-__all__ = ["Session", "WarmParts"]
+__all__ = ["Session"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmParts:
-    """What a worker process keeps between Attempts. ``validation`` is None when there is nothing to evaluate on."""
-
-    device: torch.device
-    template: ModelTemplate | None
-    dataset: TokenDataset
-    validation: TokenDataset | None
-    stager: Stager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +74,7 @@ class Session:
         self._state: TrainingState | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._stream: LeafStream | None = None
-        self._plan = OrderPlan(total_steps=settings.total_steps)
-        self._binder: OrderBinder | None = None
+        self._orders: OrderDesk | None = None
         self._in_flight: _InFlight | None = None
         self._open_step: int | None = None
         self._finished_step = 0
@@ -158,14 +143,12 @@ class Session:
             Makers(model=make_model, optimizer=make_optimizer, scheduler=make_scheduler, trackers=make_trackers),
             settings=settings,
             spec=spec,
-            template=self._parts.template,
+            parts=self._parts,
             own_trackers={DATA_TRACKER: identity},
             mesh=self._groups.mesh,
-            device=self._parts.device,
         )
         self._state, self._model = state, weakref.ref(state.model)
-        self._open_stream(state)
-        self._lay_plan(state.progress.step)
+        self._begin(state)
         self._pulse.beat(Phase.COMPILING, step=state.progress.step)
         return state
 
@@ -211,7 +194,7 @@ class Session:
             self._absorb(before)
         self._finished_step = step.number
         self._pulse.beat(Phase.TRAINING, step=step.number)
-        due = self._plan.due(step.number)
+        due = self._desk.due(step.number)
         if due is not None:
             self.drain()
             self._carry_out(due)
@@ -254,28 +237,30 @@ class Session:
         if stream is not None:
             stream.close()
 
-    def _open_stream(self, state: TrainingState) -> None:
-        settings = self._settings
-        stream = LeafStream(self._parts.dataset, settings.data, settings.seed, self.rank, self.world_size)
-        stream.seek(state.progress.step + 1, state.progress.position)
-        self._stream = stream
+    @property
+    def _desk(self) -> OrderDesk:
+        assert self._orders is not None  # made together with the state, before any step
+        return self._orders
 
-    def _lay_plan(self, base_step: int) -> None:
-        total_steps, every_steps = self._settings.total_steps, self._settings.checkpoint.every_steps
-        standing = standing_orders(base_step=base_step, total_steps=total_steps, every_steps=every_steps)
-        self._plan = OrderPlan(total_steps=total_steps, standing=standing)
-        self._finished_step = base_step
-        if self._courier is None:
-            return
-        self._binder = OrderBinder(total_steps=total_steps, every_steps=every_steps, standing=standing)
-        for order in standing:
-            self._courier.report_bound(order)
+    def _begin(self, state: TrainingState) -> None:
+        """Put stream and Orders where the state stands."""
+        settings, step = self._settings, state.progress.step
+        stream = LeafStream(self._parts.dataset, settings.data, settings.seed, self.rank, self.world_size)
+        stream.seek(step + 1, state.progress.position)
+        self._stream = stream
+        self._orders = OrderDesk(
+            base_step=step,
+            total_steps=settings.total_steps,
+            every_steps=settings.checkpoint.every_steps,
+            courier=self._courier,
+        )
+        self._finished_step = step
 
     def _fill(self, step: TrainStep) -> torch.Tensor:
         """This rank's part of the vector. Losses and the norm stay on the device: nothing here waits for it."""
         words = self._layout.rank_part(step=step.number, digests=step.digests)
-        if self._courier is not None:
-            bound = self._bind(step.number)
+        if self.rank == 0:
+            bound = self._desk.bind(step.number)
             self._layout.add_rank0_part(words, order=bound, lr=step.lr, step_s=step.elapsed_s())
         vector = torch.tensor(words, dtype=torch.float64).to(self.device, non_blocking=True)
         for index, loss in step.losses.items():
@@ -284,26 +269,13 @@ class Session:
             vector[self._layout.grad_norm_slot] = step.grad_norm
         return vector
 
-    def _bind(self, step: int) -> BoundOrder | None:
-        courier, binder = self._courier, self._binder
-        assert courier is not None  # rank 0 alone comes here
-        assert binder is not None
-        binder.settle(courier.take_settled())
-        binding = binder.bind(step, courier.newest_order())
-        if binding.skipped_step is not None:
-            _log.warning("step %d is not saved: two saves are still under way", binding.skipped_step)
-            courier.report_skipped(binding.skipped_step)
-        if binding.bound is not None:
-            courier.report_bound(binding.bound)
-        return binding.bound
-
     def _absorb(self, in_flight: _InFlight) -> None:
         """Take in the totals of one step: Progress on every rank, the report on rank 0."""
         in_flight.work.wait()
         totals = self._layout.read(in_flight.vector.tolist(), world_size=self.world_size)
         if totals.mean_step != in_flight.step:
             raise RanksDisagree(self.rank, in_flight.step, totals.mean_step)
-        self._plan.learn(totals.order)
+        self._desk.learn(totals.order)
         self.statistics.add(loss=totals.loss, grad_norm=totals.grad_norm)
         data, progress = self._settings.data, self.state.progress
         progress.step = in_flight.step
@@ -312,29 +284,14 @@ class Session:
         progress.epoch = progress.position // self._parts.dataset.num_rows
         progress.sample_chain = chain(progress.sample_chain, totals.leaf_digests)
         if self._courier is not None:
-            self._courier.report(self._report(totals, in_flight))
-
-    def _report(self, totals: StepTotals, in_flight: _InFlight) -> StepReport:
-        progress = self.state.progress
-        return StepReport(
-            step=progress.step,
-            loss=totals.loss,
-            grad_norm=totals.grad_norm,
-            lr=totals.lr,
-            tokens=progress.tokens,
-            position=progress.position,
-            sample_chain=progress.sample_chain,
-            step_s=totals.step_s,
-            finished_at_s=in_flight.finished_at_s,
-        )
+            self._courier.report(_report_of(progress, totals, in_flight.finished_at_s))
 
     def _carry_out(self, order: BoundOrder) -> None:
         is_last, is_leave = order.step == self._settings.total_steps, order.kind is OrderKind.LEAVE
         with self._pulse.during(Phase.CHECKPOINTING):
             is_staged = self._stage(order.step, self._wait_s(is_last=is_last, is_leave=is_leave))
-        if not is_staged and self._binder is not None and self._courier is not None:
-            self._binder.settle((order.step,))
-            self._courier.report_skipped(order.step)
+        if not is_staged:
+            self._desk.leave_out(order.step)
         if is_leave:
             self._is_leaving = True
             self._pulse.beat(Phase.LEAVING)
@@ -361,3 +318,17 @@ class Session:
             return False
         _log.info("rank %d staged step %d: %d bytes in %.3f s", self.rank, step, result.num_bytes, result.stall_s)
         return True
+
+
+def _report_of(progress: Progress, totals: StepTotals, finished_at_s: float) -> StepReport:
+    return StepReport(
+        step=progress.step,
+        loss=totals.loss,
+        grad_norm=totals.grad_norm,
+        lr=totals.lr,
+        tokens=progress.tokens,
+        position=progress.position,
+        sample_chain=progress.sample_chain,
+        step_s=totals.step_s,
+        finished_at_s=finished_at_s,
+    )

@@ -21,7 +21,8 @@ from workers.errors import AttemptAbandoned, LoopMisused
 from workers.failure_cause import cause_of
 from workers.groups import Groups
 from workers.heartbeat import Pulse
-from workers.session import Session, WarmParts
+from workers.loading import WarmParts
+from workers.session import Session
 from workers.settings import WorkerSettings
 from workers.weights_digest import weights_digest
 

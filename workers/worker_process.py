@@ -21,8 +21,9 @@ from workers.contract import AbandonReport, AttemptSpec, CoordinatorPort, Heartb
 from workers.dataset import TokenDataset
 from workers.errors import AttemptRefused
 from workers.heartbeat import Pulse
+from workers.loading import WarmParts
 from workers.models import ModelTemplate
-from workers.session import Session, WarmParts
+from workers.session import Session
 from workers.settings import WorkerSettings
 from workers.staging import Stager
 from workers.train_loop import train
