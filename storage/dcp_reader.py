@@ -10,6 +10,8 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +27,59 @@ from torch.futures import Future
 
 from storage.dcp_writer import named_dtype
 from storage.errors import CorruptCheckpoint, ObjectMissing, StorageError
-from storage.frames import read_index, read_rows
+from storage.frames import Fetch, read_index, read_rows
 from storage.manifest import ChunkIndex, Manifest, ShardRecord, TensorLayout
 from storage.sources import ShardLocation, ShardSource
+from storage.spans import join_ranges
 
 __all__ = ["ManifestReader"]
 
+# One request costs about as long as transferring this many bytes.
+_LARGEST_GAP = 256 << 10
+_LARGEST_SPAN = 32 << 20
 _ChunkKey = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One read item and the stored chunk that it is cut from."""
+
+    item: ReadItem
+    chunk: ChunkIndex
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        if not self.chunk.sizes:
+            return 0, 1
+        start = self.item.storage_offsets[0]
+        return start, start + self.item.lengths[0]
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Bytes of the object that the frames of these rows take."""
+        start, stop = self.rows
+        needed = [frame for frame in self.chunk.frames if frame.rows[0] < stop and frame.rows[1] > start]
+        return needed[0].offset, needed[-1].offset + needed[-1].stored_bytes
+
+    def block(self, raw: bytes) -> torch.Tensor:
+        """The rows' bytes as a tensor, cut to the item in the other dimensions."""
+        block = torch.frombuffer(raw, dtype=named_dtype(self.chunk.dtype))
+        if not self.chunk.sizes:
+            return block.view(())
+        block = block.view(-1, *self.chunk.sizes[1:])
+        for dim in range(1, block.ndim):
+            block = block.narrow(dim, self.item.storage_offsets[dim], self.item.lengths[dim])
+        return block
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Bytes ``[start, stop)`` of one Shard and what is in them."""
+
+    record: ShardRecord
+    start: int
+    stop: int
+    parts: list[_Part]
 
 
 class ManifestReader(StorageReader):
@@ -54,8 +102,8 @@ class ManifestReader(StorageReader):
         self._records = {record.rank: record for record in manifest.shards}
         self._indexes: dict[int, dict[_ChunkKey, ChunkIndex]] = {}
         self._index_locks = {rank: threading.Lock() for rank in self._records}
-        self._holders = {
-            (name, chunk.offsets): chunk.rank for name, layout in manifest.tensors.items() for chunk in layout.chunks
+        self._places = {
+            (name, chunk.offsets): chunk for name, layout in manifest.tensors.items() for chunk in layout.chunks
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -78,64 +126,66 @@ class ManifestReader(StorageReader):
         return False  # never chosen by path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        items = [item for item in plan.items if 0 not in item.lengths]
+        by_rank: dict[int, list[ReadItem]] = {}
+        for item in plan.items:
+            if 0 not in item.lengths:
+                by_rank.setdefault(self._holder(item), []).append(item)
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="shard-read") as pool:
-            for pending in [pool.submit(self._read_item, item, planner) for item in items]:
-                pending.result()
+            for jobs in [pool.submit(self._jobs, rank, items) for rank, items in by_rank.items()]:
+                for pending in [pool.submit(self._read, job, planner) for job in jobs.result()]:
+                    pending.result()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_item(self, item: ReadItem, planner: LoadPlanner) -> None:
+    def _holder(self, item: ReadItem) -> int:
         name = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO or item.storage_index.offset is None:
             raise StorageError(f"{name} is no tensor; plain values are in the Manifest's JSON")
-        offsets = tuple(item.storage_index.offset)
-        rank = self._holders[name, offsets]
+        return self._places[name, tuple(item.storage_index.offset)].rank
+
+    def _jobs(self, rank: int, items: list[ReadItem]) -> list[_Job]:
+        """The reads of one Shard, small neighbours joined."""
         record = self._records[rank]
+        index = self._index(rank)
+        parts: list[_Part] = []
+        for item in items:
+            name, offsets = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+            chunk = index.get((name, offsets))
+            layout = self._manifest.tensors[name]
+            committed = (layout.dtype, self._places[name, offsets].sizes)
+            if chunk is None or (chunk.dtype, chunk.sizes) != committed:
+                stored = "no chunk" if chunk is None else f"{chunk.dtype} {chunk.sizes}"
+                raise self._corrupt(record, f"its index lists {stored} of {name} at {offsets}, committed {committed}")
+            parts.append(_Part(item, chunk))
+        spans = join_ranges([part.stored for part in parts], largest_gap=_LARGEST_GAP, largest_span=_LARGEST_SPAN)
+        return [_Job(record, span.start, span.stop, [parts[member] for member in span.members]) for span in spans]
+
+    def _read(self, job: _Job, planner: LoadPlanner) -> None:
+        record, start = job.record, job.start
+        fetch: Fetch = partial(self._source.read_range, self._location(record))
         try:
-            index = self._index(rank).get((name, offsets))
-            if index is None:
-                raise self._corrupt(record, f"its index lists no chunk of {name} at {offsets}")
-            block = self._block(record, index, item)
+            if len(job.parts) > 1:
+                fetch = _within(fetch(start, job.stop - start), start)
+            for part in job.parts:
+                raw = read_rows(
+                    part.chunk, *part.rows, fetch, step=self._manifest.step, key=record.key, rank=record.rank
+                )
+                target = planner.resolve_tensor(part.item).detach()
+                target.copy_(part.block(raw))
+                planner.commit_tensor(part.item, target)
         except ObjectMissing as error:
             raise self._corrupt(record, str(error)) from error
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(block)
-        planner.commit_tensor(item, target)
-
-    def _block(self, record: ShardRecord, index: ChunkIndex, item: ReadItem) -> torch.Tensor:
-        layout = self._manifest.tensors[index.name]
-        start, count = (item.storage_offsets[0], item.lengths[0]) if index.sizes else (0, 1)
-        if index.dtype != layout.dtype:
-            raise self._corrupt(record, f"{index.name} is stored as {index.dtype}, committed {layout.dtype}")
-        raw = read_rows(
-            index,
-            start,
-            start + count,
-            lambda offset, length: self._source.read_range(self._location(record), offset, length),
-            step=self._manifest.step,
-            key=record.key,
-            rank=record.rank,
-        )
-        block = torch.frombuffer(raw, dtype=named_dtype(index.dtype))
-        if not index.sizes:
-            return block.view(())
-        block = block.view(count, *index.sizes[1:])
-        for dim in range(1, block.ndim):
-            block = block.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
-        return block
 
     def _index(self, rank: int) -> dict[_ChunkKey, ChunkIndex]:
         record = self._records[rank]
         with self._index_locks[rank]:
             if rank not in self._indexes:
                 location = self._location(record)
-                index = read_index(
-                    lambda offset, length: self._source.read_range(location, offset, length),
-                    record,
-                    step=self._manifest.step,
-                )
+                try:
+                    index = read_index(partial(self._source.read_range, location), record, step=self._manifest.step)
+                except ObjectMissing as error:
+                    raise self._corrupt(record, str(error)) from error
                 self._indexes[rank] = {(chunk.name, chunk.offsets): chunk for chunk in index.chunks}
             return self._indexes[rank]
 
@@ -150,6 +200,11 @@ class ManifestReader(StorageReader):
 
     def _corrupt(self, record: ShardRecord, reason: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(self._manifest.step, record.key, reason, record.rank)
+
+
+def _within(content: bytes, start: int) -> Fetch:
+    """Reads of an object served from its bytes ``content``, which begin at ``start``."""
+    return lambda offset, length: content[offset - start : offset - start + length]
 
 
 def _tensor_metadata(layout: TensorLayout) -> TensorStorageMetadata:
