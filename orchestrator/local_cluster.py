@@ -67,6 +67,7 @@ class LocalCluster:
         prepare_environment()
         from ray.cluster_utils import Cluster
 
+        logging.getLogger("ray").setLevel(logging.WARNING)
         self._resources = dict(node_resources)
         self._root = Path(tempfile.mkdtemp(prefix="raysume-nodes-"))
         self._nodes: dict[int, LocalNode] = {}
