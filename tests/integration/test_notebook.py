@@ -38,7 +38,7 @@ def test_the_elastic_scaling_notebook_runs_and_plots(own_kernel: str) -> None:
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs), "no plot was drawn"
     text = "".join(output.get("text", "") for output in outputs)
-    assert "24 steps" in text
+    assert "60 steps" in text
     assert text.count("workers, from step") >= 2, "the killed node ended no attempt"
 
 
