@@ -36,6 +36,7 @@ from workers.contract import ExchangeReply, ExchangeRequest, Order, OrderKind
 __all__ = ["Coordinator"]
 
 _log = logging.getLogger(__name__)
+PLAN_S = 540.0  # reading the commit log and one Manifest, retries of the store included
 _MAX_SIGNALS = 20_000  # the controller drains several times a second; past this the oldest step reports are dropped
 
 
@@ -127,7 +128,9 @@ class Coordinator:
         self, attempt: Attempt, step: int | None, allow_partial: bool, url: str | None
     ) -> RestorePlan | None:
         """The one answer to where ``attempt`` goes on. Bad Checkpoints met on the way are quarantined and signalled."""
-        plan, quarantined = self._committer.choose_plan(attempt, step, allow_partial, url)
+        # On the committer thread: behind every Commit under way, and never beside a deletion.
+        chosen = self._executor.submit(self._committer.choose_plan, attempt, step, allow_partial, url)
+        plan, quarantined = chosen.result(timeout=PLAN_S)
         with self._lock:
             for key, object_key, reason in quarantined:
                 self._signals.append(Quarantined(attempt=attempt, step=key.step, key=object_key, reason=reason))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray.autoscaler.sdk import request_resources
 
 from orchestrator.claim import claim_run
 from orchestrator.config import RunConfig
@@ -142,6 +143,8 @@ class _Driver:
             resources_per_worker=self._config.world.resources_per_worker,
         )
         watcher = NodeWatcher()
+        world = self._config.world
+        request_resources(bundles=[world.resources_per_worker] * world.max_workers)
         try:
             controller = Controller(
                 run_id=self._run_id,
@@ -160,6 +163,7 @@ class _Driver:
             )
             return controller.run()
         finally:
+            request_resources(bundles=[])  # an autoscaler may let the nodes go
             watcher.close()
             group.close()
             crew.close()
@@ -184,7 +188,7 @@ class _Driver:
             node_id=node_id,
             keeper=keeper,
             train_loop=self._train_loop,
-            log_level=config.log_level,
+            log_level="DEBUG" if config.log_level == "DEBUG" else "WARNING",  # Ray copies it to the driver
             options=options,
         )
 
