@@ -1,4 +1,4 @@
-"""TrainingState: everything of a rank that a Checkpoint must hold, gathered in one object that outlives the loop call."""
+"""TrainingState: everything of a rank that a Checkpoint must hold, in one object that outlives the loop call."""
 
 from __future__ import annotations
 
