@@ -15,7 +15,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
 _CAUSES = {
     "start": "the run began",
-    "resume": "a new driver took over",
+    "driver-restart": "a new driver took over",
     "join": "new workers joined",
     "preemption": "a machine was reclaimed",
     "node-lost": "a machine died",

@@ -25,7 +25,8 @@ __all__ = [
 Event = Mapping[str, object]
 
 _FAULT_VERBS = frozenset({"kill-node", "kill-worker", "stop-worker", "drain-node"})
-_PLANNED_CAUSES = frozenset({"start", "resume", "join", "leave", "resize"})
+_PLANNED_CAUSES = frozenset({"start", "join", "leave", "resize"})
+_DRIVER_RESTART = "driver-restart"
 _PREEMPTION = "preemption"
 
 
@@ -123,6 +124,9 @@ class SummaryFold:
     _node_of_worker: dict[str, str] = field(default_factory=dict)
     _unmatched_chaos: list[Event] = field(default_factory=list)
     _faults: list[Event] = field(default_factory=list)
+    _unplanned: list[str] = field(default_factory=list)
+    _has_driver: bool = False
+    _driver_vanished: bool = False
     _driver_lost_s: float | None = None
     _driver_back_s: float | None = None
     _ended_step: int = 0
@@ -134,6 +138,8 @@ class SummaryFold:
             case "run_started":
                 self._run_id = self._run_id or _text(event, "run_id")
             case "driver_started":
+                self._driver_vanished = self._has_driver and self._status == "running"
+                self._has_driver = True
                 self._status, self._exit_reason, self._exit_code = "running", "", None
                 self._driver_back_s = _float(event, "t_s")
             case "worker_ready":
@@ -165,8 +171,8 @@ class SummaryFold:
         """The summary of all events so far."""
         history = sorted(self._steps.items())
         last = history[-1][1] if history else None
-        causes = [attempt["cause"] for attempt in self._attempts[1:]]
-        causes += [_text(fault, "cause") for fault in self._faults[-1:]]  # a fault that ended the run
+        # The last fault may have ended the run, so that no Attempt followed it.
+        causes = [*self._unplanned, *(_text(fault, "cause") for fault in self._faults[-1:])]
         return RunSummary(
             run_id=self._run_id,
             status=self._status,
@@ -183,7 +189,7 @@ class SummaryFold:
             sample_digest=last.sample_chain if last else None,
             goodput=self._goodput(),
             preemptions=causes.count(_PREEMPTION),
-            failures=sum(cause not in _PLANNED_CAUSES | {_PREEMPTION} for cause in causes),
+            failures=len(causes) - causes.count(_PREEMPTION),
             evals=[EvalSummary(step=step, loss=loss) for step, loss in sorted(self._evals.items())],
             losses=[StepLoss(step=step, loss=value.loss) for step, value in history],
         )
@@ -215,6 +221,11 @@ class SummaryFold:
                 restored_from=_text(event, "restored_from") or "none",
             )
         )
+        cause = self._attempts[-1]["cause"]
+        # A driver that said goodbye and was submitted again is no failure; one that vanished is.
+        if cause not in _PLANNED_CAUSES and (cause != _DRIVER_RESTART or self._driver_vanished):
+            self._unplanned.append(cause)
+        self._driver_vanished = False
         self._forget_after(restored_step)
         self._faults.clear()
         self._driver_lost_s = self._driver_back_s = None

@@ -176,13 +176,26 @@ def test_a_killed_driver_counts_from_the_kill_to_the_first_step_under_the_new_on
         *steps(1, 1, 5, 7.0, 2),
         line("chaos", 11.5, verb="kill-driver", node_id=None, pid=1, planned_step=5, at_step=5, detail=None),
         line("driver_started", 13.0, nonce="11111111", pid=2),
-        attempt(2, 16.0, "resume", 2, 3, "object-storage"),
+        attempt(2, 16.0, "driver-restart", 2, 3, "object-storage"),
         *steps(2, 4, 8, 18.0, 2),
         line("run_finished", 23.0, **FINISHED),
     ]
     second = summarize(log)["attempts"][1]
     assert (second["fault_s"], second["detected_s"], second["lost_steps"]) == (11.5, 13.0, 2)
     assert summarize(log)["goodput"]["recovery_s"] == 18.0 - 1.0 - 11.5
+    assert summarize(log)["failures"] == 1
+
+
+def test_a_driver_that_was_stopped_and_submitted_again_is_no_failure() -> None:
+    log = [
+        *START,
+        attempt(1, 4.5, "start", 2, 0, "none"),
+        *steps(1, 1, 5, 7.0, 2),
+        line("run_finished", 12.0, status="stopped", exit_reason="Ctrl-C", exit_code=14, weights_digest=None),
+        line("driver_started", 33.0, nonce="11111111", pid=2),
+        attempt(2, 36.0, "driver-restart", 2, 5, "object-storage"),
+    ]
+    assert (summarize(log)["failures"], summarize(log)["preemptions"]) == (0, 0)
 
 
 def test_a_run_that_goes_on_after_a_stop_is_running_again() -> None:
