@@ -23,14 +23,13 @@ from torch.futures import Future
 from storage.buffer_map import BufferMap
 from storage.errors import StorageError
 from storage.keeper_protocol import BufferLease
-from storage.manifest import Level
+from storage.levels import level_of
 from storage.snapshot_format import SnapshotHeader, StagedChunk, assign_offsets, write_header
 
 __all__ = ["TENSORS", "FilledBuffer", "RankPlanner", "SnapshotWriter", "dtype_name", "named_dtype"]
 
 # DCP logs every top-level entry of a state dict, which costs more than copying a small tensor: it gets one entry.
 TENSORS = "tensors"
-_HIGH_FIDELITY = (".exp_avg", ".exp_avg_sq")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,10 +45,6 @@ def named_dtype(name: str) -> torch.dtype:
             f"{name!r} is no tensor type of this torch; read the Checkpoint with the build that wrote it"
         )
     return dtype
-
-
-def _level(name: str) -> Level:
-    return "L2" if name.startswith("optim.") and name.endswith(_HIGH_FIDELITY) else "L1"
 
 
 class RankPlanner(DefaultSavePlanner):
@@ -170,7 +165,7 @@ class SnapshotWriter(StorageWriter):
             shape=tuple(data.size),
             offsets=tuple(data.chunk.offsets),
             sizes=sizes,
-            level=_level(item.index.fqn),
+            level=level_of(item.index.fqn, dtype_name(dtype)),
             num_bytes=math.prod(sizes) * dtype.itemsize,
         )
 

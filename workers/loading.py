@@ -62,7 +62,7 @@ def load_state(
 ) -> TrainingState:
     """The state with which step ``progress.step + 1`` begins."""
     model = parallelize(_meta_model(makers, parts.template), settings.model, mesh)
-    materialize(model, parts.device, settings.seed, init_weights=spec.restore is None)
+    materialize(model, parts.device, settings.seed, init_weights=spec.restore is None or spec.restore.allow_partial)
     optimizer = build_optimizer(model, settings.optim) if makers.optimizer is None else makers.optimizer(model)
     if makers.scheduler is None:
         scheduler: LRScheduler = build_scheduler(optimizer, settings.optim, settings.total_steps)
