@@ -90,7 +90,11 @@ class Groups:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._control = self._mesh = None
+            mesh, self._control, self._mesh = self._mesh, None, None
+            if mesh is not None:
+                # torch's DTensor caches keep a mesh for the life of the process, and a mesh its groups: without this
+                # a neighbour that waits would not see this rank go. A mesh with no group of its own finds it by name.
+                mesh._pg_registry.clear()
             if self._is_joined:
                 self._leave()
 

@@ -117,12 +117,20 @@ class Trio:
         return Attempt(number=self._number, nonce=new_nonce())
 
     def start(
-        self, world_size: int, *, restore: RestorePlan | None = None, data_override: bool = False, **script: object
+        self,
+        world_size: int,
+        *,
+        restore: RestorePlan | None = None,
+        data_override: bool = False,
+        timeout_s: float = 30.0,
+        **script: object,
     ) -> Attempt:
         """Begin an Attempt on the first ``world_size`` processes; ``script`` goes to rank 0's coordinator."""
         attempt, port = self.new_attempt(), self.rendezvous.address()[1]
         for rank in range(world_size):
-            spec = make_spec(attempt, rank, world_size, port, restore=restore, data_override=data_override)
+            spec = make_spec(
+                attempt, rank, world_size, port, restore=restore, data_override=data_override, timeout_s=timeout_s
+            )
             self.processes[rank].call("start", spec, **script)
         return attempt
 
@@ -133,6 +141,11 @@ class Trio:
 
     def run(self, world_size: int, **options: Any) -> list[Ended]:
         return self.ended(self.start(world_size, **options), range(world_size))
+
+    def replace(self, rank: int) -> None:
+        """A fresh process in the place of ``rank``'s; it must be made again."""
+        self.processes[rank].close()
+        self.processes[rank] = RankProcess(rank)
 
     def close(self) -> None:
         for process in self.processes:
