@@ -1,6 +1,7 @@
 """Hosts the store through which the ranks of every Attempt find each other, outside all of them.
 
 A rank that dies then never takes the store with it. Each Attempt uses names of its own in it, so nothing is ever reset.
+The driver imports this file and does not load torch: that happens inside the actor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The worker as a Ray actor, one per accelerator: a thin shell round WorkerProcess that turns handles into ports.
 
-It also installs this process's log output. Everything else it does is `workers.worker_process`'s.
+It also installs this process's log output. Everything else it does is `workers.worker_process`'s. The driver imports
+this file to make the actor, and a driver does not load torch: whatever needs torch is imported inside the actor.
 """
 
 from __future__ import annotations
