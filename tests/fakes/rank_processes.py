@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -96,6 +97,7 @@ class RankProcess:
     def close(self) -> None:
         self._process.kill()
         self._process.join(10)
+        shutil.rmtree(_arena_of(self.pid), ignore_errors=True)  # absent when no Keeper was made in it
 
 
 class Trio:
@@ -170,7 +172,7 @@ class _Server:
 
         self.close()
         self._sink = RecordingSink()
-        arena = Path("/dev/shm") / f"raysume-test-{os.getpid()}"
+        arena = _arena_of(os.getpid())
         self._keeper = Keeper(
             settings.run_id, f"n{self._rank}", open_store(str(root)), self._sink, settings.checkpoint, arena
         )
@@ -214,6 +216,10 @@ class _Server:
         if self._worker is not None:
             self._worker.close()
             self._keeper.close()
+
+
+def _arena_of(pid: int) -> Path:
+    return Path("/dev/shm") / f"raysume-test-{pid}"
 
 
 def _serve(pipe: Connection, rank: int) -> None:
