@@ -230,6 +230,8 @@ class Coordinator:
                 )
                 return True
             whole = self._pending.add(receipt)
+            for step in self._pending.overtaken_by(receipt):
+                self._give_up(attempt, step, f"rank {receipt.shard.rank} found no free buffer for it")
             if whole is not None:
                 self._executor.submit(self._commit, attempt, self._base_step, receipt.step, whole)
         return True

@@ -53,6 +53,11 @@ class PendingSaves:
             return None
         return tuple(ranks[index] for index in range(self._world_size))
 
+    def overtaken_by(self, receipt: Receipt) -> tuple[int, ...]:
+        """Earlier steps that this rank will never deliver: a Keeper ships one rank's Snapshots in step order."""
+        rank = receipt.shard.rank
+        return tuple(step for step, ranks in self._receipts.items() if step < receipt.step and rank not in ranks)
+
     def settle_committed(self, step: int) -> None:
         self.committed.add(step)
         self._settle(step)

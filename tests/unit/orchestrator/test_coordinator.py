@@ -200,3 +200,18 @@ def test_resume_from_a_step_that_was_never_committed_names_those_that_were() -> 
     commit_step(coordinator, store, FIRST, 10)
     with pytest.raises(ObjectMissing, match="10"):
         coordinator.choose_plan(SECOND, 30, False, None)
+
+
+def test_a_step_that_one_rank_skipped_is_given_up_when_that_rank_delivers_a_later_one() -> None:
+    coordinator, log, store = make()
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    coordinator.deliver(receipt(store, FIRST, 10, 0))
+    coordinator.deliver(receipt(store, FIRST, 20, 0))
+    assert coordinator.pending() == {10: (1,), 20: (1,)}
+    coordinator.deliver(receipt(store, FIRST, 20, 1))
+    assert coordinator.wait_settled(20, WAIT_S)
+    assert coordinator.wait_settled(10, WAIT_S)
+    assert [c.step for c in log.commits()] == [20]
+    assert [(s.step, s.reason) for s in coordinator.drain_signals() if isinstance(s, SaveFailed)] == [
+        (10, "rank 1 found no free buffer for it")
+    ]
