@@ -95,7 +95,7 @@ class Recorder:
                     position=report.position,
                     sample_chain=report.sample_chain,
                     step_s=report.step_s,
-                    finished_at_s=report.finished_at_s,
+                    finished_s=self.since_start_s(report.finished_at_s),
                     world_size=self._world_size,
                 )
             case Evaluated(report=report):

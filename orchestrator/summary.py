@@ -278,7 +278,7 @@ class SummaryFold:
         attempt = self._attempts[-1]
         step_s = _float(event, "step_s")
         if attempt["first_step_s"] is None:
-            first_step_s = attempt["first_step_s"] = _float(event, "t_s")
+            first_step_s = attempt["first_step_s"] = _float(event, "finished_s") or _float(event, "t_s")
             began_s = max(0.0, first_step_s - step_s)
             if attempt["fault_s"] is None:
                 self._startup_s += began_s
