@@ -117,7 +117,7 @@ class Controller:
         said: Wait | None = None
         while True:
             self._tick()
-            stop = self._asked_to_stop()
+            stop = self._asked_to_stop() or self._refused_to_start()
             if stop is not None:
                 return stop
             views = self._group.views(self._draining())
@@ -134,6 +134,14 @@ class Controller:
                     text = f"waited {waited:.0f} s (world.max_wait_s) for {said.missing}"
                     return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
             time.sleep(min(0.1, self._config.failure.poll_s))
+
+    def _refused_to_start(self) -> Stop | None:
+        """Waiting for more workers is in vain when the code of each of them raises before it is warm."""
+        refusal = self._group.refusal()
+        if refusal is None:
+            return None
+        text = f"no worker can start; worker {refusal.worker_id} on node {refusal.node_id[:12]}: {refusal.reason}"
+        return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=text)
 
     def _say_waiting(
         self, members: tuple[WorkerView, ...], views: tuple[WorkerView, ...], said: Wait | None, waited: float

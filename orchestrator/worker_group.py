@@ -17,6 +17,7 @@ import ray
 from orchestrator.node_agent import NodeAgentActor
 from orchestrator.placement import NodePlacement, on_node
 from orchestrator.scaling_policy import WorkerView
+from orchestrator.start_failure import is_refusal, reason_of
 from storage.keys import Attempt
 from workers.contract import AttemptSpec, WorkerFacts
 
@@ -39,11 +40,12 @@ StartKeeper = Callable[[str], Any]  # node id -> Keeper actor handle; may block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
-    """A worker that could not be started or is gone, and why."""
+    """A worker that could not be started or is gone, and why. ``is_refusal``: its own code raised, and would again."""
 
     worker_id: str
     node_id: str
     reason: str
+    is_refusal: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class NodeParts:
     placement: NodePlacement
     free_bundles: list[int] = field(default_factory=list)
     failed_starts: int = 0
+    refusal: WorkerLost | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,9 +171,16 @@ class WorkerGroup:
             try:
                 worker.facts = ray.get(ref)
             except Exception as error:  # noqa: BLE001 - a worker's start may fail in any way; it is reported as lost
-                reason = f"{type(error).__name__}: {error}"
-                lost.append(WorkerLost(worker_id=worker.worker_id, node_id=worker.node_id, reason=reason))
-                self._nodes[worker.node_id].failed_starts += 1
+                loss = WorkerLost(
+                    worker_id=worker.worker_id,
+                    node_id=worker.node_id,
+                    reason=reason_of(error),
+                    is_refusal=is_refusal(error),
+                )
+                lost.append(loss)
+                parts = self._nodes[worker.node_id]
+                parts.failed_starts += 1
+                parts.refusal = loss if loss.is_refusal else parts.refusal
                 self.remove_worker(worker.worker_id)
         return lost
 
@@ -201,6 +211,14 @@ class WorkerGroup:
     @property
     def is_someone_starting(self) -> bool:
         return bool(self._admitting) or any(worker.facts is None for worker in self._workers.values())
+
+    def refusal(self) -> WorkerLost | None:
+        """Why no worker can start: set once workers refused to start on every node and none is ready anywhere."""
+        refusals = [parts.refusal for parts in self._nodes.values()]
+        is_anyone_ready = any(worker.facts is not None for worker in self._workers.values())
+        if is_anyone_ready or self._admitting or not refusals or None in refusals:
+            return None
+        return refusals[0]
 
     def starting_for_s(self) -> Mapping[str, float]:
         """Worker id -> seconds since its start, for workers that are not warm yet."""
