@@ -66,13 +66,15 @@ def run_driver(
     ``train_loop`` None: the built-in recipe. Raises ConfigError before anything was started.
     """
     stop_requested = threading.Event()
-    with _stop_on_signals(stop_requested), _cluster(options):
+    with _stop_on_signals(stop_requested), _cluster(options), contextlib.ExitStack() as at_end:
         run_id = make_run_id(config.run.name, config.run.url)
         nonce = new_nonce()
         owner = f"pid {os.getpid()} on {socket.gethostname()}"
         store = open_store(config.run.url, config.checkpoint.store)
         try:
             actor = claim_run(run_id, config, owner)
+            # A connection that outlives this driver must not keep the Run claimed.
+            at_end.callback(ray.kill, actor, no_restart=True)
             lease = acquire(store, run_id, nonce=nonce, ttl_s=LEASE_TTL_S)
         except LeaseHeld as error:
             _log.error("%s", error)
@@ -167,6 +169,7 @@ class _Driver:
             watcher.close()
             group.close()
             crew.close()
+            ray.kill(rendezvous, no_restart=True)
 
     def _spawn(self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any]) -> Any:
         config = self._config
@@ -220,7 +223,13 @@ def parse_resume(config: RunConfig, log: CommitLog) -> Resume:
 
 @contextlib.contextmanager
 def _cluster(options: DriverOptions) -> Iterator[None]:
-    """Connect to the cluster that is named or found; else start one on this machine. Leaves it at the end."""
+    """Connect to the cluster that is named or found; else start one on this machine. Leaves it at the end.
+
+    A process that is connected already, as a notebook is, stays so.
+    """
+    if ray.is_initialized():
+        yield
+        return
     level = logging.getLogger().getEffectiveLevel()
     common: dict[str, Any] = {"namespace": "raysume", "logging_level": max(level, logging.WARNING)}
     try:
