@@ -6,7 +6,7 @@ import json
 import subprocess
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import xxhash
@@ -17,7 +17,7 @@ from storage.errors import ObjectMissing
 from storage.keys import RUN
 from storage.object_store import ObjectStore
 
-__all__ = ["RunIdentity", "build_digest", "make_run_id", "metadata_of", "open_run_record"]
+__all__ = ["RunIdentity", "build_digest", "installed_version", "make_run_id", "metadata_of", "open_run_record"]
 
 _PACKAGES = ("orchestrator", "workers", "storage")
 
@@ -43,9 +43,17 @@ def open_run_record(store: ObjectStore, run_id: str) -> RunIdentity:
         return RunIdentity(run_id=run_id, start_unix_s=float(record["start_unix_s"]), is_new=False)
     except ObjectMissing:
         start = time.time()
-        body = {"run_id": run_id, "start_unix_s": start, "raysume": version("raysume")}
+        body = {"run_id": run_id, "start_unix_s": start, "raysume": installed_version("raysume")}
         store.put(RUN, json.dumps(body, indent=1).encode())
         return RunIdentity(run_id=run_id, start_unix_s=start, is_new=True)
+
+
+def installed_version(package: str) -> str:
+    """Of an installed package; this project itself may also have come along as a job's working directory."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def build_digest() -> str:
@@ -64,7 +72,7 @@ def metadata_of(config: RunConfig) -> dict[str, JsonValue]:
     return {
         "config": config.model_dump(mode="json"),
         "git_commit": _git_commit(),
-        "versions": {name: version(name) for name in ("raysume", "ray", "torch", "transformers")},
+        "versions": {name: installed_version(name) for name in ("raysume", "ray", "torch", "transformers")},
     }
 
 
