@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -61,9 +62,12 @@ def prepare_environment() -> None:
 
 
 class LocalCluster:
-    """A head without CPUs and nodes with ``node_resources`` each. Close it in any case."""
+    """A head without CPUs and nodes with ``node_resources`` each. Close it in any case.
 
-    def __init__(self, *, node_resources: Mapping[str, float]) -> None:
+    ``with_dashboard``: also what `ray job submit` talks to, at `dashboard_url`.
+    """
+
+    def __init__(self, *, node_resources: Mapping[str, float], with_dashboard: bool = False) -> None:
         prepare_environment()
         from ray.cluster_utils import Cluster
 
@@ -75,14 +79,22 @@ class LocalCluster:
         head = {
             "num_cpus": 0,
             "object_store_memory": _OBJECT_STORE_BYTES,
-            "include_dashboard": False,
+            "include_dashboard": with_dashboard,
             "node_ip_address": _LOOPBACK,
         }
+        if with_dashboard:
+            head |= {"dashboard_host": _LOOPBACK, "dashboard_port": _free_port()}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
+
+    @property
+    def dashboard_url(self) -> str:
+        """Where jobs are submitted to; empty without a dashboard."""
+        head: Any = self._cluster.head_node  # untyped: None until the head runs, which it does here
+        return f"http://{head.webui_url}" if head.webui_url else ""
 
     @property
     def nodes(self) -> dict[int, LocalNode]:
@@ -153,6 +165,12 @@ class LocalCluster:
             self._cluster.shutdown()
         finally:
             shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def descendants(pid: int) -> list[int]:

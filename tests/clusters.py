@@ -30,6 +30,10 @@ class RayNodes:
         return self._cluster.address
 
     @property
+    def dashboard_url(self) -> str:
+        return self._cluster.dashboard_url
+
+    @property
     def ids(self) -> list[str]:
         """The live nodes, oldest first."""
         return [node.node_id for _, node in sorted(self._cluster.nodes.items())]
@@ -66,8 +70,10 @@ def _wait_gone(pids: list[int]) -> None:
 
 
 @contextmanager
-def ray_nodes(num_nodes: int, *, cpus_per_node: int = 1) -> Iterator[RayNodes]:
+def ray_nodes(num_nodes: int, *, cpus_per_node: int = 1, with_dashboard: bool = False) -> Iterator[RayNodes]:
     """A cluster of `num_nodes` nodes and a head, this process connected to it; both are gone afterwards.
+
+    `with_dashboard`: it also takes jobs, at `RayNodes.dashboard_url`.
 
     For the tests of a module: `@pytest.fixture(scope="module")` round `with ray_nodes(3) as nodes: yield nodes`.
     """
@@ -83,7 +89,7 @@ def ray_nodes(num_nodes: int, *, cpus_per_node: int = 1) -> Iterator[RayNodes]:
 
         # A driver that is told 127.0.0.1 would look for the head on this machine's outer address instead.
         patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
-        cluster = LocalCluster(node_resources={"CPU": float(cpus_per_node)})
+        cluster = LocalCluster(node_resources={"CPU": float(cpus_per_node)}, with_dashboard=with_dashboard)
         pids: list[int] = []
         try:
             nodes = RayNodes(cluster)
