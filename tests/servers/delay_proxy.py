@@ -18,7 +18,10 @@ __all__ = ["DelayProxy"]
 
 _CHUNK_BYTES = 1 << 16
 _HEAD_BYTES = 1 << 16
-_UNAVAILABLE = b"<Error><Code>SlowDown</Code><Message>injected</Message></Error>"
+_REFUSALS = {
+    503: (b"Slow Down", b"<Error><Code>SlowDown</Code><Message>injected</Message></Error>"),
+    403: (b"Forbidden", b"<Error><Code>AccessDenied</Code><Message>injected</Message></Error>"),
+}
 
 
 class DelayProxy:
@@ -39,6 +42,7 @@ class DelayProxy:
         self._methods = methods
         self._pattern = re.compile(pattern)
         self._num_refusals = 0
+        self._refusal_status = 503
         self._held = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._open = asyncio.Event()
@@ -69,9 +73,9 @@ class DelayProxy:
     def release(self) -> None:
         self._call(self._set_open(True)).result(10.0)
 
-    def refuse_next(self, number: int) -> None:
-        """Answer the next `number` matching requests with 503 instead of passing them on."""
-        self._num_refusals = number
+    def refuse_next(self, number: int, *, status: int = 503) -> None:
+        """Answer the next `number` matching requests with 503 or 403 instead of passing them on."""
+        self._num_refusals, self._refusal_status = number, status
 
     def break_connections(self) -> None:
         """Cut every connection that is open now, whatever it waits for; new ones are served."""
@@ -154,13 +158,15 @@ class DelayProxy:
         method, target = head.split(b" ", 2)[:2]
         return method.decode() in self._methods and self._pattern.search(target.decode()) is not None
 
-    @staticmethod
-    async def _refuse(writer: asyncio.StreamWriter) -> None:
+    async def _refuse(self, writer: asyncio.StreamWriter) -> None:
         # The body is not read, so the connection cannot be used again.
+        reason, body = _REFUSALS[self._refusal_status]
         writer.write(
-            b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\n"
-            + f"Content-Length: {len(_UNAVAILABLE)}\r\n\r\n".encode()
-            + _UNAVAILABLE
+            f"HTTP/1.1 {self._refusal_status} ".encode()
+            + reason
+            + b"\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
         )
         await writer.drain()
 
