@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from orchestrator.config import RunConfig
 from orchestrator.controller import RunEnd
@@ -53,11 +52,14 @@ class _TeeSink:
 class DriverRecord:
     """A context: opens the event file, closes it and the display whatever happens."""
 
-    def __init__(self, store: ObjectStore, identity: RunIdentity, config: RunConfig, options: DriverOptions) -> None:
+    def __init__(
+        self, store: ObjectStore, identity: RunIdentity, config: RunConfig, options: DriverOptions, report_to: TextIO
+    ) -> None:
         self._store = store
         self._identity = identity
         self._config = config
         self._options = options
+        self._report_to = report_to
         self._path = options.events_path or events_path_of(config.run.url, identity.run_id)
         fetch_events(store, self._path)
         self.newest_step = _newest_step(self._path)
@@ -113,10 +115,10 @@ class DriverRecord:
         except StorageError as error:
             _log.error("summary.json could not be written: %s", error)
         if self._options.json_output:
-            sys.stdout.write(text + "\n")
+            self._report_to.write(text + "\n")
         else:
-            sys.stdout.write(report_text(summary, url=self._config.run.url) + "\n")
-        sys.stdout.flush()
+            self._report_to.write(report_text(summary, url=self._config.run.url) + "\n")
+        self._report_to.flush()
         return end.exit_code
 
 

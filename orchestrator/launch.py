@@ -10,9 +10,10 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import ray
 from ray.autoscaler.sdk import request_resources
@@ -66,7 +67,14 @@ def run_driver(
     ``train_loop`` None: the built-in recipe. Raises ConfigError before anything was started.
     """
     stop_requested = threading.Event()
-    with _stop_on_signals(stop_requested), _cluster(options), contextlib.ExitStack() as at_end:
+    report_to = sys.stdout
+    # Ray prints what workers and nodes say; stdout is the report's alone.
+    with (
+        _stop_on_signals(stop_requested),
+        contextlib.redirect_stdout(sys.stderr),
+        _cluster(options),
+        contextlib.ExitStack() as at_end,
+    ):
         run_id = make_run_id(config.run.name, config.run.url)
         nonce = new_nonce()
         owner = f"pid {os.getpid()} on {socket.gethostname()}"
@@ -82,7 +90,7 @@ def run_driver(
         except StorageError as error:
             raise ConfigError(config.run.url, (f"run.url cannot be reached: {error}",)) from error
         with DriverLease(lease, LEASE_TTL_S / 5) as held:
-            driver = _Driver(config, options, run_id, nonce, store, train_loop, loop_config or {})
+            driver = _Driver(config, options, run_id, nonce, store, train_loop, loop_config or {}, report_to)
             return driver.drive(CoordinatorClient(actor), stop_requested, held.lost)
 
 
@@ -98,6 +106,7 @@ class _Driver:
         store: ObjectStore,
         train_loop: TrainLoop | None,
         loop_config: dict[str, Any],
+        report_to: TextIO,
     ) -> None:
         self._config = config
         self._options = options
@@ -106,6 +115,7 @@ class _Driver:
         self._store = store
         self._train_loop = train_loop
         self._loop_config = loop_config
+        self._report_to = report_to
 
     def drive(self, coordinator: CoordinatorClient, stop: threading.Event, lease_lost: threading.Event) -> ExitCode:
         check_before_start(self._store, self._config, self._nonce)
@@ -114,7 +124,7 @@ class _Driver:
         log = CommitLog(self._store, self._run_id)
         resume = parse_resume(self._config, log)
         identity = open_run_record(self._store, self._run_id)
-        with DriverRecord(self._store, identity, self._config, self._options) as record:
+        with DriverRecord(self._store, identity, self._config, self._options, self._report_to) as record:
             ensure_dataset(self._config, record.note)
             first_number = 1 + max(
                 [journal.last_attempt_number(), *(commit.attempt.number for commit in log.all_commits())]
