@@ -135,6 +135,7 @@ class Committer:
         found = [(key, record.key, record.reason) for key, record in after.items() if key not in before]
         return plan, found
 
-    def quarantine(self, key: StepKey, object_key: str, reason: str) -> None:
-        """Never read ``key`` again."""
-        self._log.quarantine(key, object_key, reason, self._now_utc())
+    def quarantine(self, key: StepKey, object_key: str, reason: str, url: str | None = None) -> None:
+        """Never read ``key`` again. ``url``: of another Run, whose record it is then, as it is in `choose_plan`."""
+        log = self._log if url is None else CommitLog(open_store(url, self._config.store), None)
+        log.quarantine(key, object_key, reason, self._now_utc())

@@ -20,6 +20,7 @@ from orchestrator.failure_policy import Counters, FaultKind, decide_after_fault
 from orchestrator.journal import Journal
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.recorder import Recorder
+from orchestrator.resume import Resume
 from orchestrator.scaling_policy import WorkerView, choose_members, wait_reason, workers_that_fit
 from orchestrator.states import State, checked_move
 from orchestrator.worker_group import WorkerGroup
@@ -28,19 +29,10 @@ from storage.keys import Attempt
 from storage.sources import RestorePlan
 from workers.contract import AttemptSpec, Member, World
 
-__all__ = ["Controller", "Resume", "RunEnd"]
+__all__ = ["Controller", "RunEnd"]
 
 _log = logging.getLogger(__name__)
 IN_FLIGHT_SAVE_S = 3.0  # how long a save that can still become whole is waited for before a restore is planned
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
-    """Where the first Attempt of this driver starts: the newest Commit (all None), a step, or another Run's URL."""
-
-    step: int | None = None
-    url: str | None = None
-    allow_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +71,7 @@ class Controller:
         self._journal = journal
         self._recorder = recorder
         self._rendezvous = rendezvous
-        self._resume: Resume | None = resume
+        self._resume = resume
         self._stop_requested = stop_requested
         self._lease_lost = lease_lost
         self._next_number = first_attempt_number
@@ -234,14 +226,15 @@ class Controller:
         elif isinstance(before, Broken) and not before.facts.lost_nodes and self._coordinator.pending():
             self._coordinator.wait_settled(None, IN_FLIGHT_SAVE_S)
         self._recorder.record(self._coordinator.drain_signals())
-        resume = self._resume or Resume(allow_partial=self._config.run.allow_partial)
-        return self._coordinator.choose_plan(attempt, resume.step, resume.allow_partial, resume.url)
+        if self._recorder.num_commits:
+            # Only now: an Attempt that broke before its first Commit must not go on from elsewhere, or from nothing.
+            self._resume = Resume(allow_partial=self._config.run.allow_partial)
+        return self._coordinator.choose_plan(attempt, self._resume.step, self._resume.allow_partial, self._resume.url)
 
     def _announce(self, world: World, cause: str, plan: RestorePlan | None, before: AttemptEnd | None) -> int:
         """Journal the Attempt and its plan before any rank loads; returns the step it resumes from."""
-        is_foreign = self._resume is not None and self._resume.url is not None
         restored_step = plan.step if plan is not None else 0
-        lost_steps = 0 if is_foreign else self._recorder.lost_steps(restored_step)
+        lost_steps = self._recorder.lost_steps(restored_step)
         detected_s = self._recorder.since_start_s(before.detected_at_s) if isinstance(before, Broken | Left) else None
         self._journal.append_counters(
             "attempt",
@@ -267,7 +260,6 @@ class Controller:
         )
         _log.info("attempt %d: %d workers, from step %d (%s)", world.attempt.number, world.size, restored_step, cause)
         self._recorder.forget_beyond(restored_step)
-        self._resume = None
         return restored_step
 
     def _specs(self, world: World, plan: RestorePlan | None) -> dict[str, AttemptSpec]:
@@ -328,7 +320,12 @@ class Controller:
             self._group.remove_worker(worker_id)
         root = end.fault.root
         if root is not None and root.corrupt_step is not None:
-            self._coordinator.quarantine(root.corrupt_step, root.corrupt_key or "-", root.message)
+            url = self._resume.url if self._recorder.num_commits == 0 else None
+            try:
+                self._coordinator.quarantine(root.corrupt_step, root.corrupt_key or "-", root.message, url)
+            except StorageError as error:
+                reason = f"{end.fault.detail}; taking it out of use failed: {error}"
+                return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=reason)
         decision, self._counters = decide_after_fault(
             end.fault, self._counters, self._config.failure, steps_finished=self._recorder.steps_this_attempt
         )

@@ -136,9 +136,9 @@ class Coordinator:
                 self._signals.append(Quarantined(attempt=attempt, step=key.step, key=object_key, reason=reason))
         return plan
 
-    def quarantine(self, key: StepKey, object_key: str, reason: str) -> None:
-        """Take a Checkpoint that a rank could not read out of use, for good."""
-        self._committer.quarantine(key, object_key, reason)
+    def quarantine(self, key: StepKey, object_key: str, reason: str, url: str | None = None) -> None:
+        """Take a Checkpoint that a rank could not read out of use, for good. ``url``: it is another Run's."""
+        self._committer.quarantine(key, object_key, reason, url)
         with self._lock:
             attempt = self._attempt or key.attempt
             self._signals.append(Quarantined(attempt=attempt, step=key.step, key=object_key, reason=reason))

@@ -95,8 +95,8 @@ class CoordinatorShell:
     ) -> RestorePlan | None:
         return self._coordinator.choose_plan(attempt, step, allow_partial, url)
 
-    def quarantine(self, key: StepKey, object_key: str, reason: str) -> None:
-        self._coordinator.quarantine(key, object_key, reason)
+    def quarantine(self, key: StepKey, object_key: str, reason: str, url: str | None) -> None:
+        self._coordinator.quarantine(key, object_key, reason, url)
 
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         return self._coordinator.exchange(request)

@@ -52,8 +52,12 @@ class CoordinatorClient:
             raise error.cause from None if isinstance(error.cause, Exception) else error
         return plan
 
-    def quarantine(self, key: StepKey, object_key: str, reason: str) -> None:
-        ray.get(self.actor.quarantine.remote(key, object_key, reason), timeout=_STORE_S)
+    def quarantine(self, key: StepKey, object_key: str, reason: str, url: str | None) -> None:
+        ref = self.actor.quarantine.remote(key, object_key, reason, url)
+        try:
+            ray.get(ref, timeout=_STORE_S)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None if isinstance(error.cause, Exception) else error
 
     def close(self) -> None:
         ray.get(self.actor.close.remote(), timeout=_STORE_S)

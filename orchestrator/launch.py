@@ -20,7 +20,7 @@ from ray.autoscaler.sdk import request_resources
 
 from orchestrator.claim import claim_run
 from orchestrator.config import RunConfig
-from orchestrator.controller import Controller, Resume, RunEnd
+from orchestrator.controller import Controller, RunEnd
 from orchestrator.coordinator_actor import utc_now
 from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.data_check import ensure_dataset
@@ -35,6 +35,7 @@ from orchestrator.options import DriverOptions
 from orchestrator.placement import on_node
 from orchestrator.preflight import check_before_start
 from orchestrator.recorder import Recorder
+from orchestrator.resume import Resume, parse_resume
 from orchestrator.run_identity import make_run_id, open_run_record
 from orchestrator.worker_group import WorkerGroup
 from storage.commit_log import CommitLog
@@ -204,31 +205,6 @@ class _Driver:
             log_level="DEBUG" if config.log_level == "DEBUG" else "WARNING",  # Ray copies it to the driver
             options=options,
         )
-
-
-def parse_resume(config: RunConfig, log: CommitLog) -> Resume:
-    """Where the first Attempt starts, from ``run.resume``. Raises ConfigError where the wish cannot be meant."""
-    wish, partial = config.run.resume, config.run.allow_partial
-    if wish == "auto":
-        return Resume(allow_partial=partial)
-    try:
-        commits = log.commits()
-    except StorageError as error:
-        raise ConfigError(config.run.url, (f"run.resume {wish}: {error}",)) from error
-    if wish == "none":
-        if commits:
-            text = (
-                f"run.resume none, but {config.run.url} holds Checkpoints up to step {commits[-1].step}: "
-                "choose another run.url, or run.resume auto to go on"
-            )
-            raise ConfigError(config.run.url, (text,))
-        return Resume(allow_partial=partial)
-    if wish.isdigit():
-        return Resume(step=int(wish), allow_partial=partial)
-    if commits:
-        _log.warning("run.resume %s is passed over: %s has Checkpoints of its own", wish, config.run.url)
-        return Resume(allow_partial=partial)
-    return Resume(url=wish, allow_partial=partial)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ class Recorder:
         self.newest_step = newest_step
         self.steps_this_attempt = 0
         self.newest_step_this_attempt = 0
+        self.num_commits = 0  # of this driver
 
     def since_start_s(self, unix_s: float) -> float:
         """A wall-clock time as seconds since the Run's start, as events give it."""
@@ -116,6 +117,7 @@ class Recorder:
             case SaveFailed(step=step, reason=reason):
                 self._sink.emit("save_failed", attempt=number, step=step, reason=reason)
             case Committed():
+                self.num_commits += 1
                 self._sink.emit(
                     "committed",
                     attempt=number,
