@@ -16,15 +16,27 @@ _log = logging.getLogger(__name__)
 
 
 def fetch_events(store: ObjectStore, path: Path) -> None:
-    """Bring an earlier driver's events here when this machine does not have them."""
-    if path.exists() and path.stat().st_size:
-        return
+    """Bring the events of drivers on other machines here; what only this machine has stays, in its place."""
     try:
-        body = store.get(EVENTS)
+        stored = store.get(EVENTS)
     except ObjectMissing:
         return
+    local = path.read_bytes() if path.exists() else b""  # after the copy: the two may be one growing file
+    if local.startswith(stored):
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(body)
+    path.write_bytes(_joined(local, stored))
+
+
+def _joined(local: bytes, stored: bytes) -> bytes:
+    """Lines that both begin with, then the last ones written here that were never copied, then those of later drivers.
+
+    A driver that died here left its last seconds only here; the Run then went on elsewhere.
+    """
+    here, there = local.splitlines(), stored.splitlines()
+    pairs = enumerate(zip(here, there, strict=False))
+    num_common = next((index for index, (one, other) in pairs if one != other), min(len(here), len(there)))
+    return b"".join(line + b"\n" for line in [*there[:num_common], *here[num_common:], *there[num_common:]])
 
 
 class EventMirror:
