@@ -178,6 +178,8 @@ class Storm:
         return {e["worker"]: e for e in events if e["event"] == "worker_ready" and e["worker"] in names}
 
     def kill_worker(self) -> None:
+        # Each Attempt gets further than the last, so that the next one has something new to restore.
+        self.process.wait_for("committed", 60.0, lambda event: event["attempt"] == self.num_attempts)
         pid = next(iter(self.members().values()))["pid"]
         os.kill(pid, signal.SIGKILL)
         self.killed_pids.append(pid)
@@ -272,6 +274,8 @@ def test_at_the_end_the_cluster_owes_nothing(storm: Storm, outcome: RunResult) -
 def test_the_stormy_history_is_one_unbroken_one(outcome: RunResult) -> None:
     assert_samples_in_order(outcome)
     assert_each_attempt_goes_on_where_it_restored(outcome)
+    restored = [event["restored_step"] for event in outcome.named("attempt_started")][: NUM_WORKER_KILLS + 1]
+    assert restored == sorted(set(restored)), "an Attempt did not restore what the one before it committed"
     assert_all_commits_verify(outcome.run)
 
 
