@@ -10,10 +10,10 @@ PYTEST_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install install-dev run test test-full check format bench clean
+.PHONY: help install install-dev run test test-full check format bench bench-recovery bench-stall clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 install: $(VENV)/.installed ## create .venv and install the project (CPU build of torch where there is no GPU)
 
@@ -47,10 +47,13 @@ format: install-dev ## apply the formatter and the safe lint fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install ## run every bench in tests/bench
-	@shopt -s nullglob; benches=(tests/bench/bench_*.py); \
-	if [ $${#benches[@]} -eq 0 ]; then echo "No bench is written yet; they will be tests/bench/bench_*.py."; exit 0; fi; \
-	for bench in "$${benches[@]}"; do echo "== $$bench"; $(BIN)/python "$$bench" || exit 1; done
+bench: bench-recovery bench-stall ## every bench; on an idle machine
+
+bench-recovery: install ## node SIGKILL to the first new step, by phase
+	$(BIN)/python -m tests.bench.bench_recovery
+
+bench-stall: install-dev ## what a save costs when every upload takes 20 s longer
+	$(BIN)/python -m tests.bench.bench_stall
 
 clean: ## remove .venv, caches and build output; results in outputs/ stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
