@@ -132,9 +132,12 @@ def run(
 def _load(path: Path, overrides: list[str]) -> RunConfig:
     import logging
 
+    from orchestrator.errors import ConfigError
     from orchestrator.load_config import load_config
 
     config = load_config(path, overrides)
+    if not config.model.config:
+        raise ConfigError(str(path), ("model.config is missing: only a training loop of your own can do without",))
     logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return config
 

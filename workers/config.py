@@ -21,16 +21,19 @@ class ActivationCheckpointConfig(_Settings):
 
 
 class ModelConfig(_Settings):
-    """Any Hugging Face causal LM: `config` is handed to AutoConfig.for_model (needs `model_type`)."""
+    """Any Hugging Face causal LM: `config` is handed to AutoConfig.for_model (needs `model_type`).
 
-    config: dict[str, JsonValue]
+    Left out where a user's own loop makes the model.
+    """
+
+    config: dict[str, JsonValue] = {}
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     activation_checkpointing: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: bool = False
 
     @model_validator(mode="after")
     def _has_model_type(self) -> Self:
-        if not isinstance(self.config.get("model_type"), str):
+        if self.config and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, e.g. llama")
         return self
 

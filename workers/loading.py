@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from storage.open_store import open_store
 from workers.contract import AttemptSpec
 from workers.dataset import TokenDataset
+from workers.errors import LoopMisused
 from workers.models import ModelTemplate, instantiate, materialize
 from workers.optim import build_optimizer, build_scheduler
 from workers.parallelize import parallelize
@@ -42,10 +43,11 @@ class Makers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmParts:
-    """What a worker process keeps between Attempts. ``validation`` is None when there is nothing to evaluate on."""
+    """What a worker process keeps between Attempts. ``template`` is None where the loop makes its own model,
+    ``validation`` when there is nothing to evaluate on."""
 
     device: torch.device
-    template: ModelTemplate
+    template: ModelTemplate | None
     dataset: TokenDataset
     validation: TokenDataset | None
     stager: Stager
@@ -82,8 +84,10 @@ def load_state(
     return state
 
 
-def _meta_model(makers: Makers, template: ModelTemplate) -> nn.Module:
+def _meta_model(makers: Makers, template: ModelTemplate | None) -> nn.Module:
     if makers.model is not None:
         with torch.device("meta"):
             return makers.model()
+    if template is None:
+        raise LoopMisused("there is no model: give session.build a make_model, or set model.config")
     return instantiate(template)

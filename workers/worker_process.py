@@ -66,7 +66,7 @@ class WorkerProcess:
         validation = None
         if settings.eval.every_steps is not None:
             validation = TokenDataset.open(settings.data.url, "validation", settings.checkpoint.store)
-        template = ModelTemplate.build(settings.model)
+        template = ModelTemplate.build(settings.model) if settings.model.config else None
         parts = WarmParts(device=device, template=template, dataset=dataset, validation=validation, stager=self._stager)
         gc.collect()
         gc.freeze()  # what the imports made lives as long as the process: a regroup's collection need not walk it

@@ -107,6 +107,13 @@ def test_a_config_error_has_its_code_and_starts_nothing(launch: FakeLaunch) -> N
     assert launch.asked == []
 
 
+def test_the_built_in_recipe_needs_a_model(launch: FakeLaunch) -> None:
+    ended = runner.invoke(app, ["run", LOCAL, "model.config={}"])
+    assert ended.exit_code == ExitCode.CONFIG_ERROR
+    assert "model.config is missing" in ended.stderr
+    assert launch.asked == []
+
+
 def test_overrides_and_options_reach_the_driver_exactly(launch: FakeLaunch) -> None:
     value = """model.config.a={"b": "x y; echo $HOME `id`"}"""
     arguments = ["--resume", "40", "--seed", "7", "--json", "--ray-address", "127.0.0.1:1", "--events-file", "/tmp/e"]
