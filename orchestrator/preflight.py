@@ -19,6 +19,7 @@ __all__ = ["StoreFacts", "check_before_start"]
 
 _log = logging.getLogger(__name__)
 _PROBE = "preflight/"
+_JOB_COPY = "/runtime_resources/working_dir_files/"
 MIN_FREE_BYTES = 256 << 20
 
 
@@ -36,6 +37,12 @@ def check_before_start(store: ObjectStore, config: RunConfig, nonce: str) -> Sto
         _log.warning(
             "checkpoint.keep is %d: with fewer than 3 a corrupt newest Checkpoint leaves little to fall back to",
             config.checkpoint.keep,
+        )
+    if _JOB_COPY in config.run.url:
+        _log.warning(
+            "run.url %s lies in Ray's temporary copy of the job's working directory, which Ray deletes and other "
+            "machines do not see: give an absolute path or a URL",
+            config.run.url,
         )
     key = f"{_PROBE}{nonce}"
     body = nonce.encode()
