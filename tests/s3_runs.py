@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import boto3
 import pytest
@@ -37,6 +37,7 @@ POLL_S = 0.05
 START_S = 90.0  # bound on anything that begins with processes that import torch
 
 Event = dict[str, Any]
+T = TypeVar("T")
 
 
 @contextmanager
@@ -198,14 +199,22 @@ class Driver:
         self, name: str, is_it: Callable[[Event], bool] = lambda _: True, timeout_s: float = START_S
     ) -> Event:
         """The first event of that name that fits; fails when the driver ends before it."""
+
+        def find() -> Event | None:
+            return next((event for event in self.events(name) if is_it(event)), None)
+
+        return self.wait_for(find, f"a {name} event", timeout_s)
+
+    def wait_for(self, find: Callable[[], T | None], what: str, timeout_s: float = START_S) -> T:
+        """What ``find`` finds; fails when the driver ends before it, or after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while True:
             is_over = self.code is not None
-            found = next((event for event in self.events(name) if is_it(event)), None)
+            found = find()
             if found is not None:
                 return found
-            assert not is_over, f"the driver ended with {self.code} before a {name} event:\n{self.output[-6000:]}"
-            assert time.monotonic() < deadline, f"no {name} event in {timeout_s} s:\n{self.output[-6000:]}"
+            assert not is_over, f"the driver ended with {self.code} before {what}:\n{self.output[-6000:]}"
+            assert time.monotonic() < deadline, f"no sign of {what} in {timeout_s} s:\n{self.output[-6000:]}"
             time.sleep(POLL_S)
 
     def wait(self, timeout_s: float = START_S) -> int:
