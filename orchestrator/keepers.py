@@ -27,38 +27,49 @@ class KeeperCrew:
         self._run_id = run_id
         self._config = config
         self._build_digest = build_digest()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._keepers: dict[str, Any] = {}
+        self._num_starting = 0
+        self._is_dismissed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="keeper-renewal", daemon=True)
         self._thread.start()
 
     def start(self, node_id: str) -> Any:
         """Handle of the node's Keeper; blocks until it answers. Called from the worker group's threads."""
-        keeper = ensure_keeper(
-            node_id=node_id,
-            run_id=self._run_id,
-            root_url=self._config.run.url,
-            config=self._config.checkpoint,
-            build_digest=self._build_digest,
-            coordinator_name=coordinator_name(self._run_id),
-            ttl_s=KEEPER_TTL_S,
-        )
         with self._lock:
-            self._keepers[node_id] = keeper
+            self._num_starting += 1
+        try:
+            keeper = ensure_keeper(
+                node_id=node_id,
+                run_id=self._run_id,
+                root_url=self._config.run.url,
+                config=self._config.checkpoint,
+                build_digest=self._build_digest,
+                coordinator_name=coordinator_name(self._run_id),
+                ttl_s=KEEPER_TTL_S,
+            )
+            with self._lock:
+                self._keepers[node_id] = keeper
+                is_too_late = self._is_dismissed
+        finally:
+            with self._lock:
+                self._num_starting -= 1
+                self._lock.notify_all()
+        if is_too_late:
+            _dismiss([keeper])
         return keeper
 
     def close(self) -> None:
-        """The Run is over for this driver: Keepers remove their memory and end. The unreachable ones expire."""
+        """The Run is over for this driver: Keepers remove their memory and end, those that are just starting too.
+        The unreachable ones expire."""
         self._closed.set()
         self._thread.join(timeout=_CLOSE_S)
         with self._lock:
+            self._lock.wait_for(lambda: self._num_starting == 0, timeout=_CLOSE_S)
+            self._is_dismissed = True
             keepers = list(self._keepers.values())
-        refs = [keeper.close.remote() for keeper in keepers]
-        if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S)
-        for keeper in keepers:
-            ray.kill(keeper, no_restart=True)
+        _dismiss(keepers)
 
     def _renew(self) -> None:
         while not self._closed.wait(KEEPER_TTL_S / 6):
@@ -66,3 +77,11 @@ class KeeperCrew:
                 keepers = list(self._keepers.values())
             for keeper in keepers:
                 keeper.renew.remote(KEEPER_TTL_S)
+
+
+def _dismiss(keepers: list[Any]) -> None:
+    refs = [keeper.close.remote() for keeper in keepers]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S)
+    for keeper in keepers:
+        ray.kill(keeper, no_restart=True)

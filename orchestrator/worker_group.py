@@ -189,10 +189,15 @@ class WorkerGroup:
         for worker in [w for w in self._workers.values() if w.node_id == node_id]:
             ray.kill(worker.actor, no_restart=True)
             del self._workers[worker.worker_id]
-        self._admitting.pop(node_id, None)
+        self._give_up_admission(node_id)
         parts = self._nodes.pop(node_id, None)
         if parts is not None:
             parts.placement.remove()
+
+    def _give_up_admission(self, node_id: str) -> None:
+        future = self._admitting.pop(node_id, None)
+        if future is not None and not future.cancel():
+            future.add_done_callback(_discard)
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
@@ -291,4 +296,15 @@ class WorkerGroup:
             ray.kill(parts.agent, no_restart=True)
             parts.placement.remove()
         self._nodes.clear()
+        for node_id in list(self._admitting):
+            self._give_up_admission(node_id)
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _discard(admission: Future[NodeParts]) -> None:
+    """A node was let go while it was being admitted: give back what was made for it."""
+    if admission.cancelled() or admission.exception() is not None or not ray.is_initialized():
+        return
+    parts = admission.result()
+    ray.kill(parts.agent, no_restart=True)
+    parts.placement.remove()
