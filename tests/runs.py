@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from orchestrator.event_tail import EventTail
 from orchestrator.local_cluster import descendants, is_running
 from orchestrator.run_identity import make_run_id
 from storage.arena import process_incarnation
@@ -63,6 +64,7 @@ VOCABULARY = 257
 NUM_ROWS = 200 * GLOBAL_BATCH
 _GONE_S = 20.0
 _POLL_S = 0.05
+_LOOK_S = 0.5
 
 
 def write_rows(url: str, num_rows: int = NUM_ROWS) -> None:
@@ -149,7 +151,7 @@ class RunResult:
 
 
 class RunProcess:
-    """A command that drives ``run``, in a session of its own. A context: at the end nothing of it is alive."""
+    """A command that drives ``run``, in a session of its own. A context: an error inside ends all of it."""
 
     def __init__(self, run: Run, command: Sequence[str]) -> None:
         self.run = run
@@ -165,7 +167,10 @@ class RunProcess:
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
+        self._tail = EventTail(run.events_path)
+        self._events: list[dict[str, Any]] = []
         self._seen: set[tuple[int, int]] = set()
+        self._look_again_at = 0.0
 
     @classmethod
     def of_cli(cls, run: Run, *arguments: str) -> Self:
@@ -174,10 +179,8 @@ class RunProcess:
 
     def events(self) -> list[dict[str, Any]]:
         """All complete event lines so far."""
-        if not self.run.events_path.exists():
-            return []
-        text = self.run.events_path.read_bytes()
-        return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines() if line]
+        self._events += self._tail.read()
+        return self._events
 
     def wait_for(self, name: str, timeout_s: float, is_it: Callable[[Event], bool] = lambda _: True) -> dict[str, Any]:
         """The first event called ``name`` that ``is_it`` accepts; fails when time is up or the run has ended."""
@@ -188,8 +191,8 @@ class RunProcess:
             for event in self.events():
                 if event["event"] == name and is_it(event):
                     return event
-            assert not has_ended, f"the run ended before {name} came:\n{self._tail()}"
-            assert time.monotonic() < deadline, f"no {name} within {timeout_s:g} s:\n{self._tail()}"
+            assert not has_ended, f"the run ended before {name} came:\n{self._last_words()}"
+            assert time.monotonic() < deadline, f"no {name} within {timeout_s:g} s:\n{self._last_words()}"
             time.sleep(_POLL_S)
 
     def finish(self, timeout_s: float, *, on_event: Callable[[Event], None] = lambda _: None) -> RunResult:
@@ -204,7 +207,7 @@ class RunProcess:
                 num_handed_on += 1
             if has_ended:
                 return self._result()
-            assert time.monotonic() < deadline, f"the run did not end within {timeout_s:g} s:\n{self._tail()}"
+            assert time.monotonic() < deadline, f"the run did not end within {timeout_s:g} s:\n{self._last_words()}"
             time.sleep(_POLL_S)
 
     def _result(self) -> RunResult:
@@ -219,12 +222,16 @@ class RunProcess:
         )
 
     def _look(self) -> None:
+        """Note which processes there are; now and then, since it reads every process of the machine."""
+        if time.monotonic() < self._look_again_at:
+            return
+        self._look_again_at = time.monotonic() + _LOOK_S
         for pid in (self._process.pid, *descendants(self._process.pid)):
             incarnation = process_incarnation(pid)
             if incarnation is not None:
                 self._seen.add((pid, incarnation))
 
-    def _tail(self) -> str:
+    def _last_words(self) -> str:
         names = [f"{e['event']} {e.get('attempt')} {e.get('step')}" for e in self.events()[-5:]]
         return f"{self._stderr.read_text(errors='replace')[-3000:]}\nlast events: {', '.join(names)}"
 
@@ -234,16 +241,16 @@ class RunProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._process.poll() is None:
-            self._look()
-            self._process.kill()
-            self._process.wait()
+        if error is None and self._process.poll() is not None:
+            return  # what it left behind is for the test to find
+        self._look_again_at = 0.0
+        self._look()
         for pid, incarnation in self._seen:
-            if process_incarnation(pid) == incarnation and error is not None:
+            if process_incarnation(pid) == incarnation:
                 _kill(pid)
-        if error is not None:
-            for left in _arenas(self.run.run_id):
-                shutil.rmtree(left, ignore_errors=True)
+        self._process.wait(_GONE_S)
+        for left in _arenas(self.run.run_id):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _kill(pid: int) -> None:
