@@ -100,7 +100,7 @@ def test_the_learning_rate_of_every_step_is_the_uninterrupted_runs(
     elastic: RunResult, uninterrupted: RunResult
 ) -> None:
     expected, found = effective_steps(uninterrupted.events), effective_steps(elastic.events)
-    assert len({step["lr"] for step in expected.values()}) == len(expected), "a schedule that would prove nothing"
+    assert len({step["lr"] for step in expected.values()}) > len(expected) / 2, "a schedule that would prove nothing"
     for step, event in found.items():
         assert event["lr"] == pytest.approx(expected[step]["lr"], rel=1e-12, abs=0), f"learning rate of step {step}"
 
