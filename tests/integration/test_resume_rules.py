@@ -5,6 +5,8 @@ Real: drivers as processes, worker processes on gloo, a local store, OpenStack S
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -16,7 +18,7 @@ from orchestrator.exit_codes import ExitCode
 from storage.commit_log import CommitLog
 from storage.open_store import open_store
 from tests.clusters import RayNodes
-from tests.s3_runs import Driver, RunSetup, make_dataset, run_cluster
+from tests.s3_runs import Driver, RunSetup, expected_chains, make_dataset, run_cluster
 from tests.servers import DelayProxy, SwiftServer
 
 pytestmark = pytest.mark.timeout(300)
@@ -109,21 +111,27 @@ def test_a_step_that_does_not_exist_is_refused_with_those_that_do(trunk: RunSetu
     assert_nothing_was_trained(run, run.drive(), "step 7", "5, 10")
 
 
-def test_another_run_is_gone_on_with_at_three_workers_without_changing_the_batch(
+def test_another_run_is_gone_on_with_at_any_world_size_and_again_after_a_fault_before_the_first_commit(
     trunk: RunSetup, tmp_path: Path
 ) -> None:
     """Eight leaves do not divide by three: the surplus ones are shared unevenly and the batch stays what it was."""
-    run = branch(trunk, tmp_path, "fork", resume=trunk.url, steps=14)
-    run.config["world"] |= {"min_workers": 3, "max_workers": 3}
-    driver = run.drive()
-    assert driver.code == ExitCode.SUCCESS, driver.output[-6000:]
-    started = run.events("attempt_started")[0]
-    assert (started["restored_step"], started["world_size"]) == (10, 3)
-    steps = run.events("step")
-    assert [event["step"] for event in steps] == [11, 12, 13, 14]
-    assert [event["tokens"] for event in steps] == [8 * 16 * step for step in (11, 12, 13, 14)]
-    assert [event["position"] for event in steps] == [8 * step for step in (11, 12, 13, 14)]
-    assert steps_of(run.url) == [14]
+    run = branch(trunk, tmp_path, "fork", resume=trunk.url, steps=60)
+    run.config["world"] |= {"min_workers": 2, "max_workers": 3, "start_grace_s": 60}
+    run.config["checkpoint"]["every_steps"] = None  # only the last step is saved
+    with run.driver() as driver:
+        driver.wait_event("step")
+        os.kill(driver.events("worker_ready")[0]["pid"], signal.SIGKILL)
+        assert driver.wait() == ExitCode.SUCCESS, driver.output[-6000:]
+    started = run.events("attempt_started")
+    assert [event["restored_step"] for event in started] == [10, 10]
+    assert [event["world_size"] for event in started] == [3, 2]
+    chains = expected_chains(run)
+    for event in run.events("step"):
+        assert (event["tokens"], event["position"]) == (8 * 16 * event["step"], 8 * event["step"])
+        assert event["sample_chain"] == chains[event["step"]]
+    last = [event["step"] for event in run.events("step") if event["attempt"] == started[-1]["attempt"]]
+    assert last == list(range(11, 61))
+    assert steps_of(run.url) == [60]
     assert steps_of(trunk.url) == [5, 10]
 
 
