@@ -180,7 +180,7 @@ def _exit_code_of(drive: Callable[[], int]) -> int:
     except (ConfigError, ChaosSpecError) as error:
         typer.echo(f"error: {error}", err=True)
         return ExitCode.CONFIG_ERROR
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ray's handler turns a SIGTERM into the latter while it connects
         typer.echo("stopped", err=True)
         return ExitCode.STOPPED
     except Exception:  # noqa: BLE001 - the outermost edge: whatever it is, the code must say that it is our fault

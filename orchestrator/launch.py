@@ -71,9 +71,9 @@ def run_driver(
     report_to = sys.stdout
     # Ray prints what workers and nodes say; stdout is the report's alone.
     with (
-        _stop_on_signals(stop_requested),
         contextlib.redirect_stdout(sys.stderr),
         _cluster(options),
+        _stop_on_signals(stop_requested),  # after the cluster: ray.init puts a SIGTERM handler of its own in place
         contextlib.ExitStack() as at_end,
     ):
         run_id = make_run_id(config.run.name, config.run.url)

@@ -85,7 +85,12 @@ def test_the_process_ends_with_the_drivers_exit_code(launch: FakeLaunch, code: E
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"), [(KeyboardInterrupt(), ExitCode.STOPPED), (RuntimeError("oops"), ExitCode.INTERNAL_ERROR)]
+    ("ending", "code"),
+    [
+        (KeyboardInterrupt(), ExitCode.STOPPED),
+        (SystemExit(15), ExitCode.STOPPED),
+        (RuntimeError("oops"), ExitCode.INTERNAL_ERROR),
+    ],
 )
 def test_an_exception_never_ends_as_success(launch: FakeLaunch, ending: BaseException, code: ExitCode) -> None:
     launch.ending = ending
