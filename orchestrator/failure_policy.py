@@ -16,6 +16,7 @@ from workers.contract import CauseKind, FailureCause, Outcome, OutcomeKind
 
 __all__ = ["MAX_FRUITLESS_ATTEMPTS", "AttemptFacts", "Counters", "Fault", "FaultKind", "classify", "decide_after_fault"]
 
+MAX_CORRUPT_ATTEMPTS = 64
 MAX_FRUITLESS_ATTEMPTS = 8  # attempts in a row that finish no step: something is broken that a regroup cannot mend
 
 
@@ -120,7 +121,10 @@ def decide_after_fault(
         case FaultKind.MISMATCH:
             return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=fault.detail), counters
         case FaultKind.CORRUPT_CHECKPOINT:
-            counters = replace(counters, fruitless=0)  # bounded by the number of Commits: each is quarantined once
+            # Each bad Checkpoint is quarantined once, so their number is the bound; unless the quarantine is not kept.
+            if counters.fruitless >= MAX_CORRUPT_ATTEMPTS:
+                reason = f"{counters.fruitless} Checkpoints in a row could not be read; last: {fault.detail}"
+                return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=reason), counters
             return Regroup(cause=fault.kind.value, reason=fault.detail), counters
         case FaultKind.USER_ERROR:
             return _after_user_error(fault, counters, config)

@@ -77,7 +77,7 @@ class Session:
         self._orders: OrderDesk | None = None
         self._in_flight: _InFlight | None = None
         self._open_step: int | None = None
-        self._finished_step = 0
+        self._finished_step = self._base_step = 0
         self._is_leaving = False
         self.statistics = TrainingStatistics()
 
@@ -192,6 +192,8 @@ class Session:
         )
         if before is not None:
             self._absorb(before)
+        if self._finished_step == self._base_step:
+            self._warm_up(step.number)
         self._finished_step = step.number
         self._pulse.beat(Phase.TRAINING, step=step.number)
         due = self._desk.due(step.number)
@@ -254,7 +256,7 @@ class Session:
             every_steps=settings.checkpoint.every_steps,
             courier=self._courier,
         )
-        self._finished_step = step
+        self._finished_step = self._base_step = step
 
     def _fill(self, step: TrainStep) -> torch.Tensor:
         """This rank's part of the vector. Losses and the norm stay on the device: nothing here waits for it."""
@@ -301,6 +303,14 @@ class Session:
         if is_last:
             return self._settings.checkpoint.final_timeout_s
         return self._settings.checkpoint.leave_timeout_s if is_leave else 0.0
+
+    def _warm_up(self, step: int) -> None:
+        """After the first step, when the optimizer's state is there and so the size of a Snapshot is known."""
+        reshard(self.state.model)
+        snapshot = capture(self.state, rank=self.rank, world_size=self.world_size)
+        self._parts.stager.warm(
+            snapshot, attempt=self._spec.attempt, step=step, rank=self.rank, world_size=self.world_size
+        )
 
     def _stage(self, step: int, wait_s: float) -> bool:
         reshard(self.state.model)  # a loop's own evaluation may have left parameters whole

@@ -6,6 +6,7 @@ from orchestrator.config import FailureConfig
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
 from orchestrator.failure_policy import (
+    MAX_CORRUPT_ATTEMPTS,
     MAX_FRUITLESS_ATTEMPTS,
     AttemptFacts,
     Counters,
@@ -87,7 +88,11 @@ def test_a_mismatching_checkpoint_is_a_config_error_and_a_corrupt_one_costs_no_b
     corrupt = classify(AttemptFacts(outcomes=(failed(0, CauseKind.CORRUPT_CHECKPOINT, step=0),)))
     decision, counters = decide_after_fault(corrupt, Counters(), config, steps_finished=0)
     assert isinstance(decision, Regroup)
-    assert counters == Counters()
+    assert (counters.infrastructure, counters.user_errors) == (0, 0)
+    for _ in range(MAX_CORRUPT_ATTEMPTS):
+        decision, counters = decide_after_fault(corrupt, counters, config, steps_finished=0)
+    assert isinstance(decision, Stop)
+    assert decision.exit_code is ExitCode.STORAGE_OUTAGE
 
 
 def test_attempts_that_finish_no_step_are_bounded_even_without_a_budget() -> None:

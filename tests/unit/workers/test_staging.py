@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from storage.dcp_calls import load_tensors
 from storage.dcp_reader import ManifestReader
 from storage.direct import DirectKeeper
 from storage.errors import StorageError
+from storage.keeper import Keeper
 from storage.keeper_protocol import BufferLease, LeaseRequest, SealedSnapshot
 from storage.memory_store import MemoryStore
 from storage.object_source import ObjectStoreSource
@@ -199,3 +202,24 @@ def test_the_plain_state_is_json_by_parameter_name(mesh: DeviceMesh) -> None:
         "best_metric": None,
         "best_step": None,
     }
+
+
+def test_warming_up_leaves_both_buffers_free_and_mapped_for_the_saves_that_follow(
+    mesh: DeviceMesh, store: MemoryStore, tmp_path: Path
+) -> None:
+    state = build_state(mesh)
+    train_step(state)
+    captured = capture(state, rank=0, world_size=1)
+    keeper = Keeper(RUN_ID, "node", store, RecordingSink(), CheckpointConfig(), tmp_path / "arena")
+    try:
+        stager = Stager(keeper, RUN_ID, os.getpid())
+        stager.warm(captured, attempt=ATTEMPT, step=1, rank=0, world_size=1)
+        warmed = {path.name: path.stat().st_ino for path in (tmp_path / "arena").glob("buffer-*")}
+        assert len(warmed) == 2
+        for step in (1, 2):
+            assert stage(stager, captured, step=step).staged
+        after = {path.name: path.stat().st_ino for path in (tmp_path / "arena").glob("buffer-*")}
+        assert after == warmed, "a save after the warm-up took memory that nobody had touched"
+        stager.close()
+    finally:
+        keeper.close()
