@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from ray.job_submission import JobSubmissionClient
 
 from orchestrator.exit_codes import ExitCode
 from orchestrator.run_identity import make_run_id
+from storage.arena import arena_directory
 from storage.commit_log import CommitLog
 from storage.events import read_events
 from storage.open_store import open_store
@@ -156,7 +158,9 @@ def test_a_job_outlives_one_of_its_nodes_and_gets_its_arguments_as_they_were_giv
     extra = f"model.config.extra={json.dumps({'b': text})}"
     job = jobs.submit(*raysume_run(run, data_url, "run.steps=200", "checkpoint.every_steps=20", extra))
     jobs.wait_event(job, run, "committed", lambda event: bool(event["step"] >= 20))
-    jobs.nodes.kill(jobs.nodes.ids[0])
+    lost = jobs.nodes.ids[0]
+    jobs.nodes.kill(lost)
+    shutil.rmtree(arena_directory(run.run_id, lost))  # a lost machine takes its memory along
     info = jobs.wait_end(job)
 
     assert (info.status, info.driver_exit_code) == ("SUCCEEDED", 0), jobs.logs(job)[-4000:]
@@ -169,6 +173,7 @@ def test_a_job_outlives_one_of_its_nodes_and_gets_its_arguments_as_they_were_giv
     assert metadata["config"]["model"]["config"]["extra"] == {"b": text}
     assert metadata["config"]["run"]["url"] == str(run.directory)
     assert not shell_was_here.exists()
+    assert sorted(Path("/dev/shm").glob(f"raysume-{run.run_id}*")) == []
     assert metadata["git_commit"] is None, "the job did not run in a copy without .git"
 
 
