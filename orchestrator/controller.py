@@ -140,9 +140,9 @@ class Controller:
     ) -> Wait:
         num_starting = sum(1 for view in views if not view.is_ready)
         wait = wait_reason(len(members), num_starting, self._config.world)
-        if wait != said and (num_starting == 0 or waited > self._config.world.start_grace_s):
+        is_overdue = not self._group.is_someone_starting or waited > self._config.world.start_grace_s
+        if wait != said and is_overdue:
             self._recorder.emit("waiting", have=wait.have, need=wait.need, missing=wait.missing)
-            _log.info("waiting for %s", wait.missing)
             return wait
         return said or wait
 
