@@ -122,7 +122,7 @@ def run(
             events_path=events_file,
             json_output=json_output,
             show_progress=not under_supervisor,
-            chaos_active=under_supervisor,
+            config_path=str(config),
         )
         return run_driver(loaded, options)
 

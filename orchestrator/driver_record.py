@@ -117,7 +117,8 @@ class DriverRecord:
         if self._options.json_output:
             self._report_to.write(text + "\n")
         else:
-            self._report_to.write(report_text(summary, url=self._config.run.url) + "\n")
+            text = report_text(summary, url=self._config.run.url, config_path=self._options.config_path)
+            self._report_to.write(text + "\n")
         self._report_to.flush()
         return end.exit_code
 

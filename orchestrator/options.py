@@ -13,11 +13,11 @@ class DriverOptions:
     """How one driver process is started.
 
     ``ray_address`` None: the cluster that Ray finds, or a fresh local one. ``events_path``: local file that events are
-    appended to as well. ``chaos_active``: a supervisor injects faults and adds ``chaos`` events to ``events_path``.
+    appended to as well. ``config_path`` is shown in the suggestions of the report.
     """
 
     ray_address: str | None = None
     events_path: Path | None = None
     json_output: bool = False
     show_progress: bool = True
-    chaos_active: bool = False
+    config_path: str = "CONFIG"
