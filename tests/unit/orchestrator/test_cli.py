@@ -127,7 +127,9 @@ def test_overrides_and_options_reach_the_driver_exactly(launch: FakeLaunch) -> N
     ((config, options),) = launch.asked
     assert config.model.config["a"] == {"b": "x y; echo $HOME `id`"}
     assert (config.run.resume, config.seed) == ("40", 7)
-    assert options == DriverOptions(ray_address="127.0.0.1:1", events_path=Path("/tmp/e"), json_output=True)
+    assert options == DriverOptions(
+        ray_address="127.0.0.1:1", events_path=Path("/tmp/e"), json_output=True, config_path=LOCAL
+    )
 
 
 def test_chaos_without_a_local_cluster_is_refused(launch: FakeLaunch) -> None:
