@@ -75,6 +75,7 @@ def main() -> None:
             uploads = [commit["upload_s"] for commit in summary["commits"]][NUM_BUFFERS:]
             figures[name] = {
                 "commits": len(summary["commits"]),
+                "attempts": [attempt["cause"] for attempt in summary["attempts"]],
                 "stall_median_s": statistics.median(stalls),
                 "upload_median_s": statistics.median(uploads),
             }
