@@ -220,9 +220,11 @@ def _cluster(options: DriverOptions) -> Iterator[None]:
     common: dict[str, Any] = {"namespace": "raysume", "logging_level": max(level, logging.WARNING)}
     try:
         ray.init(address=options.ray_address or "auto", **common)
-    except ConnectionError:
-        if options.ray_address is not None:
-            raise
+    except ConnectionError as error:
+        named = options.ray_address or os.environ.get("RAY_ADDRESS", "")
+        if named not in ("", "auto", "local"):
+            # One machine in place of the cluster that was meant would train for days before anyone noticed.
+            raise ConfigError(named, (f"no Ray cluster answers there: {error}",)) from error
         _log.info("no Ray cluster found: starting one on this machine")
         ray.init(address="local", include_dashboard=False, **common)
     try:

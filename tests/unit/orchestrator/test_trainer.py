@@ -98,3 +98,17 @@ def test_a_loop_that_cannot_be_sent_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="train_loop cannot be sent to the workers") as caught:
         ElasticTrainer(loop, config=run_config()).fit()
     assert "lock" in str(caught.value)
+
+
+def test_a_named_cluster_that_is_away_is_not_replaced_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def init(*, address: str, **_: Any) -> None:
+        asked.append(address)
+        raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1:6379: no Ray cluster answers there: nobody listens"):
+        ElasticTrainer(config=run_config()).fit()
+    assert asked == ["auto"]
