@@ -83,8 +83,11 @@ class LocalCluster:
             "node_ip_address": _LOOPBACK,
         }
         if with_dashboard:
-            head |= {"dashboard_host": _LOOPBACK, "dashboard_port": _free_port()}
+            head |= {"dashboard_host": _LOOPBACK, "dashboard_port": _free_port(), "temp_dir": str(self._root / "ray")}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        if with_dashboard:
+            # Ray's job server asks this file, not its own head, which cluster of the machine a job belongs to.
+            (self._root / "ray" / "ray_current_cluster").write_text(self.address)
 
     @property
     def address(self) -> str:
