@@ -17,7 +17,7 @@ from orchestrator.options import DriverOptions
 from orchestrator.progress import ProgressView, open_progress
 from orchestrator.report_text import report_text
 from orchestrator.run_identity import RunIdentity
-from orchestrator.summary import summarize
+from orchestrator.summary import begins_history, summarize
 from storage.errors import StorageError
 from storage.events import EventLog, read_events
 from storage.keys import EVENTS, SUMMARY
@@ -62,7 +62,7 @@ class DriverRecord:
         self._report_to = report_to
         self._path = options.events_path or events_path_of(config.run.url, identity.run_id)
         fetch_events(store, self._path)
-        self.newest_step = _newest_step(self._path)
+        self.newest_step = 0 if identity.is_new else _newest_step(self._path)
         self.start_unix_s = identity.start_unix_s
         self._log = EventLog(self._path, identity.run_id, started_at_s=identity.start_unix_s)
         is_shown = options.show_progress and not options.json_output
@@ -129,7 +129,9 @@ def _newest_step(path: Path) -> int:
         return 0
     newest = 0
     for event in read_events(path):
-        if event.get("event") == "step":
+        if begins_history(event):
+            newest = 0
+        elif event.get("event") == "step":
             newest = max(newest, int(event.get("step") or 0))
         elif event.get("event") == "attempt_started":
             newest = int(event.get("restored_step") or 0)

@@ -19,6 +19,7 @@ __all__ = [
     "StepLoss",
     "SummaryFold",
     "WorldSize",
+    "begins_history",
     "summarize",
 ]
 
@@ -308,8 +309,15 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     """The summary of a whole event log."""
     fold = SummaryFold()
     for event in events:
+        if begins_history(event):
+            fold = SummaryFold()
         fold.add(event)
     return fold.result()
+
+
+def begins_history(event: Event) -> bool:
+    """Whether a Run began here. What stands before is of an older Run whose URL was emptied and used again."""
+    return event.get("event") == "run_started" and event.get("is_new") is True
 
 
 def _commit(event: Event) -> CommitSummary:

@@ -237,3 +237,16 @@ def test_unknown_events_and_fields_are_ignored() -> None:
     mixed = [*log, *noise]
     random.Random(0).shuffle(noise)
     assert summarize(mixed) == summarize(log)
+
+
+def test_lines_of_an_older_run_under_the_same_url_do_not_count() -> None:
+    old = [
+        {"event": "run_started", "is_new": True, "t_s": 0.0, "run_id": "r", "steps": 2},
+        {"event": "attempt_started", "attempt": 1, "t_s": 1.0, "world_size": 3, "restored_step": 0, "cause": "start"},
+        {"event": "step", "attempt": 1, "step": 1, "t_s": 2.0, "loss": 9.0, "tokens": 8, "step_s": 1.0},
+        {"event": "committed", "attempt": 1, "step": 1, "t_s": 2.0, "bytes": 5, "stall_s": 0.1, "upload_s": 0.1},
+    ]
+    new = [{**event, "world_size": 2, "loss": 4.0} if event["event"] != "committed" else event for event in old]
+    summary = summarize([*old, *new])
+    assert summary == summarize(new)
+    assert (len(summary["commits"]), summary["loss_first"]) == (1, 4.0)
