@@ -112,6 +112,12 @@ def run(
 
     def drive() -> int:
         loaded = _load(config, changes)
+        from orchestrator.finished import finished_summary, show_finished
+
+        summary = None if under_supervisor else finished_summary(loaded)
+        if summary is not None:
+            show_finished(summary, loaded, sys.stdout, json_output=json_output, config_path=str(config))
+            return ExitCode.SUCCESS
         if local_nodes is not None:
             return _run_locally(config, loaded, changes, local_nodes, chaos, json_output)
         from orchestrator.launch import run_driver
@@ -153,10 +159,11 @@ def _run_locally(
 
     prepare_environment()
     from orchestrator.driver_record import events_path_of
-    from orchestrator.run_identity import make_run_id
+    from orchestrator.run_identity import find_run_id
     from orchestrator.supervisor import SupervisorPlan, supervise
+    from storage.open_store import open_store
 
-    run_id = make_run_id(config.run.name, config.run.url)
+    run_id = find_run_id(open_store(config.run.url, config.checkpoint.store), config)
     plan = SupervisorPlan(
         config=config,
         config_path=path.resolve(),

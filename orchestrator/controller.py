@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Finished, Left
@@ -56,7 +57,7 @@ class Controller:
         coordinator: CoordinatorClient,
         journal: Journal,
         recorder: Recorder,
-        rendezvous: tuple[str, int],
+        rendezvous: Callable[[], tuple[str, int]],
         resume: Resume,
         stop_requested: threading.Event,
         lease_lost: threading.Event,
@@ -263,7 +264,7 @@ class Controller:
         return restored_step
 
     def _specs(self, world: World, plan: RestorePlan | None) -> dict[str, AttemptSpec]:
-        host, port = self._rendezvous
+        host, port = self._rendezvous()
         return {
             member.worker_id: AttemptSpec(
                 run_id=self._run_id,
@@ -327,7 +328,11 @@ class Controller:
                 reason = f"{end.fault.detail}; taking it out of use failed: {error}"
                 return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=reason)
         decision, self._counters = decide_after_fault(
-            end.fault, self._counters, self._config.failure, steps_finished=self._recorder.steps_this_attempt
+            end.fault,
+            self._counters,
+            self._config.failure,
+            steps_finished=self._recorder.steps_this_attempt,
+            steps_kept=self._recorder.commits_this_attempt,
         )
         kind = type(decision).__name__.lower()
         self._journal.append_counters("decision", self._counters, decision=kind, reason=decision.reason)

@@ -113,10 +113,12 @@ def _over(count: int, limit: int) -> bool:
 
 
 def decide_after_fault(
-    fault: Fault, counters: Counters, config: FailureConfig, *, steps_finished: int
+    fault: Fault, counters: Counters, config: FailureConfig, *, steps_finished: int, steps_kept: int
 ) -> tuple[Regroup | Stop, Counters]:
-    """Go on or stop, and the counters after. ``steps_finished``: optimizer steps the broken Attempt finished."""
-    counters = replace(counters, fruitless=0 if steps_finished else counters.fruitless + 1)
+    """Go on or stop, and the counters after. ``steps_finished``: optimizer steps the broken Attempt finished;
+    ``steps_kept``: those of them that a Commit keeps, which alone count as progress where storage is the trouble."""
+    progress = steps_kept if fault.kind is FaultKind.STORAGE else steps_finished
+    counters = replace(counters, fruitless=0 if progress else counters.fruitless + 1)
     match fault.kind:
         case FaultKind.MISMATCH:
             return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=fault.detail), counters

@@ -10,7 +10,9 @@ import ray
 
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_actor import coordinator_name
+from orchestrator.node_watcher import look
 from orchestrator.run_identity import build_digest
+from storage.errors import StorageError
 from storage.keeper_actor import ensure_keeper
 
 __all__ = ["KEEPER_TTL_S", "KeeperCrew"]
@@ -18,6 +20,7 @@ __all__ = ["KEEPER_TTL_S", "KeeperCrew"]
 _log = logging.getLogger(__name__)
 KEEPER_TTL_S = 120.0
 _CLOSE_S = 10.0
+_RENEW_EVERY_S = 2.0
 
 
 class KeeperCrew:
@@ -72,11 +75,35 @@ class KeeperCrew:
         _dismiss(keepers)
 
     def _renew(self) -> None:
-        while not self._closed.wait(KEEPER_TTL_S / 6):
+        while not self._closed.wait(_RENEW_EVERY_S):
             with self._lock:
-                keepers = list(self._keepers.values())
-            for keeper in keepers:
-                keeper.renew.remote(KEEPER_TTL_S)
+                keepers = dict(self._keepers)
+            refs = {keeper.renew.remote(KEEPER_TTL_S): node_id for node_id, keeper in keepers.items()}
+            ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_RENEW_EVERY_S) if refs else ([], [])
+            for ref in ready:
+                try:
+                    ray.get(ref)
+                except ray.exceptions.ActorDiedError:
+                    self._replace(refs[ref], keepers[refs[ref]])
+                except ray.exceptions.RayError as error:
+                    _log.debug("Keeper of node %s was not renewed: %s", refs[ref][:12], type(error).__name__)
+
+    def _replace(self, node_id: str, dead: Any) -> None:
+        """A Keeper died. On a node that lives another takes its place; workers find it by its name."""
+        with self._lock:
+            if self._keepers.get(node_id) is not dead:
+                return
+            del self._keepers[node_id]
+        if node_id not in look().living():
+            return
+        _log.warning("the Keeper of node %s died: another one is started", node_id[:12])
+        threading.Thread(target=self._start_again, args=(node_id,), name="keeper-replacement", daemon=True).start()
+
+    def _start_again(self, node_id: str) -> None:
+        try:
+            self.start(node_id)
+        except (StorageError, ray.exceptions.RayError) as error:
+            _log.warning("node %s has no Keeper any more: %s", node_id[:12], error)
 
 
 def _dismiss(keepers: list[Any]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import ray
+from ray._private.utils import read_ray_address  # private: no public call tells the remembered cluster
 from ray.autoscaler.sdk import request_resources
 
 from orchestrator.claim import claim_run
@@ -30,9 +31,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.exit_codes import ExitCode
 from orchestrator.journal import Journal
 from orchestrator.keepers import KeeperCrew
+from orchestrator.meeting_point import MeetingPoint
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.options import DriverOptions
-from orchestrator.placement import on_node
 from orchestrator.preflight import check_before_start
 from orchestrator.recorder import Recorder
 from orchestrator.resume import Resume, parse_resume
@@ -44,7 +45,6 @@ from storage.keys import new_nonce
 from storage.lease import acquire
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
-from workers.rendezvous import RendezvousActor
 from workers.settings import WorkerSettings
 from workers.worker import create_worker
 
@@ -53,7 +53,7 @@ __all__ = ["TrainLoop", "run_driver"]
 _log = logging.getLogger(__name__)
 TrainLoop = Callable[[Any], None]
 LEASE_TTL_S = 10.0
-RENDEZVOUS_START_S = 120.0
+_PROBE_S = 3.0
 
 
 def run_driver(
@@ -131,7 +131,16 @@ class _Driver:
                 [journal.last_attempt_number(), *(commit.attempt.number for commit in log.all_commits())]
             )
             record.sink.emit("driver_started", nonce=self._nonce, pid=os.getpid(), first_attempt=first_number)
-            end = self._control(coordinator, journal, record, resume, stop, lease_lost, first_number)
+            newest = log.latest()
+            if self._config.run.resume == "auto" and newest is not None and newest.step >= self._config.run.steps:
+                reason = f"step {newest.step} was committed before; raise run.steps to train on"
+                return record.finish(RunEnd(exit_code=ExitCode.SUCCESS, reason=reason))
+            try:
+                end = self._control(coordinator, journal, record, resume, stop, lease_lost, first_number)
+            except ray.exceptions.RayError as error:
+                _log.exception("the control plane broke")
+                reason = f"the coordinator or the Ray head is gone ({type(error).__name__}); run the same command again"
+                end = RunEnd(exit_code=ExitCode.INTERNAL_ERROR, reason=reason)
             return record.finish(end)
 
     def _control(
@@ -144,10 +153,7 @@ class _Driver:
         lease_lost: threading.Event,
         first_number: int,
     ) -> RunEnd:
-        here = on_node(ray.get_runtime_context().get_node_id())
-        rendezvous = RendezvousActor.options(num_cpus=0, scheduling_strategy=here).remote(
-            ray.util.get_node_ip_address()
-        )
+        meeting_point = MeetingPoint()
         crew = KeeperCrew(self._run_id, self._config)
         group = WorkerGroup(
             run_id=self._run_id,
@@ -168,7 +174,7 @@ class _Driver:
                 coordinator=coordinator,
                 journal=journal,
                 recorder=Recorder(record.sink, start_unix_s=record.start_unix_s, newest_step=record.newest_step),
-                rendezvous=ray.get(rendezvous.address.remote(), timeout=RENDEZVOUS_START_S),
+                rendezvous=meeting_point.address,
                 resume=resume,
                 stop_requested=stop,
                 lease_lost=lease_lost,
@@ -180,7 +186,7 @@ class _Driver:
             watcher.close()
             group.close()
             crew.close()
-            ray.kill(rendezvous, no_restart=True)
+            meeting_point.close()
 
     def _spawn(self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any]) -> Any:
         config = self._config
@@ -218,10 +224,14 @@ def _cluster(options: DriverOptions) -> Iterator[None]:
         return
     level = logging.getLogger().getEffectiveLevel()
     common: dict[str, Any] = {"namespace": "raysume", "logging_level": max(level, logging.WARNING)}
+    named = options.ray_address or os.environ.get("RAY_ADDRESS", "")
+    if named in ("", "auto") and _last_cluster_is_gone():
+        named = "local"
     try:
-        ray.init(address=options.ray_address or "auto", **common)
+        if named == "local":
+            raise ConnectionError("no cluster is named")
+        ray.init(address=named or "auto", **common)
     except ConnectionError as error:
-        named = options.ray_address or os.environ.get("RAY_ADDRESS", "")
         if named not in ("", "auto", "local"):
             # One machine in place of the cluster that was meant would train for days before anyone noticed.
             raise ConfigError(named, (f"no Ray cluster answers there: {error}",)) from error
@@ -231,6 +241,20 @@ def _cluster(options: DriverOptions) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _last_cluster_is_gone() -> bool:
+    """Ray remembers the last cluster of this machine, and would ask one that is gone for minutes."""
+    remembered = read_ray_address()
+    if not remembered:
+        return False
+    host, _, port = remembered.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
+    except (OSError, ValueError) as error:
+        _log.info("the last Ray cluster of this machine, %s, is gone: %s", remembered, error)
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import ray
 
-__all__ = ["ClusterView", "NodeView", "NodeWatcher"]
+__all__ = ["ClusterView", "NodeView", "NodeWatcher", "look"]
 
 _log = logging.getLogger(__name__)
 

@@ -43,6 +43,7 @@ class Recorder:
         self._world_size = 0
         self.newest_step = newest_step
         self.steps_this_attempt = 0
+        self.commits_this_attempt = 0
         self.newest_step_this_attempt = 0
         self.num_commits = 0  # of this driver
 
@@ -53,6 +54,7 @@ class Recorder:
     def attempt_started(self, attempt: Attempt, world_size: int, **fields: Any) -> None:
         self._world_size = world_size
         self.steps_this_attempt = 0
+        self.commits_this_attempt = 0
         self.newest_step_this_attempt = int(fields["restored_step"])
         self._sink.emit("attempt_started", attempt=attempt.number, world_size=world_size, **fields)
 
@@ -117,6 +119,7 @@ class Recorder:
             case SaveFailed(step=step, reason=reason):
                 self._sink.emit("save_failed", attempt=number, step=step, reason=reason)
             case Committed():
+                self.commits_this_attempt += 1
                 self.num_commits += 1
                 self._sink.emit(
                     "committed",

@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "CommitRefused",
     "CorruptCheckpoint",
+    "KeeperUnreachable",
     "LeaseHeld",
     "ManifestMismatch",
     "ObjectExists",
@@ -110,3 +111,14 @@ class LeaseHeld(StorageError):
 
     def __str__(self) -> str:
         return f"run {self.run} is driven by another driver ({self.owner}); this one writes nothing and stops"
+
+
+class KeeperUnreachable(StorageError):
+    """The Keeper of this node does not answer; another one may be on its way. Training can go on without it."""
+
+    def __init__(self, verb: str, reason: str) -> None:
+        super().__init__(verb, reason)
+        self.verb, self.reason = verb, reason
+
+    def __str__(self) -> str:
+        return f"Keeper: no answer to {self.verb}: {self.reason}"

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import ray
 import xxhash
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from storage.arena import arena_directory
 from storage.config import CheckpointConfig
-from storage.errors import StorageError
+from storage.errors import KeeperUnreachable, StorageError
 from storage.keeper import Keeper
 from storage.keeper_protocol import (
     KEEPER_PROTOCOL_VERSION,
@@ -145,37 +145,54 @@ class KeeperActor:
 
 
 class KeeperClient:
-    """The Keeper's actor handle as a KeeperPort: plain calls with a timeout, errors of the storage package."""
+    """The Keeper's actor handle as a KeeperPort: plain calls with a timeout, errors of the storage package.
 
-    def __init__(self, handle: Any, timeout_s: float = 30.0) -> None:
+    ``name``: where the Keeper that takes a dead one's place is found.
+    """
+
+    def __init__(self, handle: Any, timeout_s: float = 30.0, *, name: str | None = None) -> None:
         self._handle = handle
         self._timeout_s = timeout_s
+        self._name = name
 
     def lease_buffer(self, request: LeaseRequest) -> BufferLease | None:
-        lease: BufferLease | None = self._get(self._handle.lease_buffer.remote(request), "lease_buffer")
+        lease: BufferLease | None = self._call("lease_buffer", request)
         return lease
 
     def seal(self, snapshot: SealedSnapshot) -> None:
-        self._get(self._handle.seal.remote(snapshot), "seal")
+        self._call("seal", snapshot)
 
     def release(self, lease_ids: Sequence[str]) -> None:
-        self._get(self._handle.release.remote(tuple(lease_ids)), "release")
+        self._call("release", tuple(lease_ids))
 
     def status(self) -> KeeperStatus:
-        status: KeeperStatus = self._get(self._handle.status.remote(), "status")
+        status: KeeperStatus = self._call("status")
         return status
 
-    def _get(self, reference: Any, verb: str) -> Any:
+    def _call(self, verb: str, *arguments: Any) -> Any:
         try:
-            return ray.get(reference, timeout=self._timeout_s)
+            return self._ask(verb, *arguments)
+        except ActorDiedError as error:
+            successor = None if self._name is None else _find(self._name)
+            if successor is None or successor == self._handle:
+                raise KeeperUnreachable(verb, f"it has died ({type(error).__name__})") from error
+            self._handle = successor
+        try:
+            return self._ask(verb, *arguments)
+        except ActorDiedError as error:
+            raise KeeperUnreachable(verb, f"its successor has died too ({type(error).__name__})") from error
+
+    def _ask(self, verb: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(getattr(self._handle, verb).remote(*arguments), timeout=self._timeout_s)
+        except ActorDiedError:
+            raise
         except RayTaskError as error:
             if isinstance(error.cause, StorageError):
                 raise error.cause from None  # Ray's wrapper would hide the type and holds a traceback
             raise StorageError(f"Keeper: {verb} failed: {error}") from error
         except RayError as error:
-            raise StorageError(
-                f"Keeper: no answer to {verb} within {self._timeout_s:g} s: {type(error).__name__}: {error}"
-            ) from error
+            raise KeeperUnreachable(verb, f"{type(error).__name__} after at most {self._timeout_s:g} s") from error
 
 
 def ensure_keeper(

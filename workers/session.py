@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from storage.errors import KeeperUnreachable
 from workers.contract import AttemptSpec, BoundOrder, EvalReport, OrderKind, Phase, StepReport
 from workers.courier import Courier
 from workers.data_identity import DATA_TRACKER, DataIdentity
@@ -42,6 +43,7 @@ from workers.training_statistics import TrainingStatistics
 __all__ = ["Session"]
 
 _log = logging.getLogger(__name__)
+_KEEPER_AWAY_S = 0.5  # between two tries to reach a Keeper whose successor is on its way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +293,7 @@ class Session:
     def _carry_out(self, order: BoundOrder) -> None:
         is_last, is_leave = order.step == self._settings.total_steps, order.kind is OrderKind.LEAVE
         with self._pulse.during(Phase.CHECKPOINTING):
-            is_staged = self._stage(order.step, self._wait_s(is_last=is_last, is_leave=is_leave))
+            is_staged = self._stage_in_time(order.step, self._wait_s(is_last=is_last, is_leave=is_leave))
         if not is_staged:
             self._desk.leave_out(order.step)
         if is_leave:
@@ -308,9 +310,25 @@ class Session:
         """After the first step, when the optimizer's state is there and so the size of a Snapshot is known."""
         reshard(self.state.model)
         snapshot = capture(self.state, rank=self.rank, world_size=self.world_size)
-        self._parts.stager.warm(
-            snapshot, attempt=self._spec.attempt, step=step, rank=self.rank, world_size=self.world_size
-        )
+        try:
+            self._parts.stager.warm(
+                snapshot, attempt=self._spec.attempt, step=step, rank=self.rank, world_size=self.world_size
+            )
+        except KeeperUnreachable as error:
+            _log.warning("rank %d: buffers stay cold: %s", self.rank, error)
+
+    def _stage_in_time(self, step: int, wait_s: float) -> bool:
+        """Stage; a Keeper that is away is waited for like a buffer that is not free. Training outlives it."""
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                return self._stage(step, max(0.0, until - time.monotonic()))
+            except KeeperUnreachable as error:
+                self._check()
+                if time.monotonic() >= until:
+                    _log.warning("rank %d: step %d is not saved: %s", self.rank, step, error)
+                    return False
+                time.sleep(_KEEPER_AWAY_S)
 
     def _stage(self, step: int, wait_s: float) -> bool:
         reshard(self.state.model)  # a loop's own evaluation may have left parameters whole

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from storage.keeper_actor import KeeperClient
+from storage.keeper_actor import KeeperClient, keeper_name
 from storage.keys import Attempt
 from workers.contract import (
     AbandonReport,
@@ -73,7 +73,11 @@ class WorkerActor:
 
         logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s {worker_id} %(name)s: %(message)s")
         self._process = WorkerProcess(
-            settings, worker_id=worker_id, node_id=node_id, keeper=KeeperClient(keeper), train_loop=train_loop
+            settings,
+            worker_id=worker_id,
+            node_id=node_id,
+            keeper=KeeperClient(keeper, name=keeper_name(settings.run_id, node_id)),
+            train_loop=train_loop,
         )
 
     def prepare(self) -> WorkerFacts:

@@ -56,14 +56,14 @@ def test_three_node_losses_leave_the_budget_of_user_errors_untouched_and_the_sec
     counters = Counters()
     for _ in range(3):
         fault = Fault(kind=FaultKind.PREEMPTION, detail="reclaimed")
-        decision, counters = decide_after_fault(fault, counters, config, steps_finished=5)
+        decision, counters = decide_after_fault(fault, counters, config, steps_finished=5, steps_kept=0)
         assert isinstance(decision, Regroup)
     assert (counters.preemptions, counters.user_errors) == (3, 0)
     first = classify(AttemptFacts(outcomes=(failed(1, CauseKind.USER, "ValueError", "bad", step=30),)))
-    decision, counters = decide_after_fault(first, counters, config, steps_finished=5)
+    decision, counters = decide_after_fault(first, counters, config, steps_finished=5, steps_kept=0)
     assert isinstance(decision, Regroup)
     second = classify(AttemptFacts(outcomes=(failed(1, CauseKind.USER, "ValueError", "bad", step=44),)))
-    decision, counters = decide_after_fault(second, counters, config, steps_finished=5)
+    decision, counters = decide_after_fault(second, counters, config, steps_finished=5, steps_kept=0)
     assert isinstance(decision, Stop)
     assert decision.exit_code is ExitCode.USER_ERROR
     assert "ValueError" in decision.reason
@@ -72,9 +72,9 @@ def test_three_node_losses_leave_the_budget_of_user_errors_untouched_and_the_sec
 def test_the_same_error_at_the_same_step_twice_breaks_the_loop_whatever_the_budget() -> None:
     config = FailureConfig(max_user_errors=-1)
     fault = classify(AttemptFacts(outcomes=(failed(1, CauseKind.USER, "ValueError", "bad", step=30),)))
-    decision, counters = decide_after_fault(fault, Counters(), config, steps_finished=3)
+    decision, counters = decide_after_fault(fault, Counters(), config, steps_finished=3, steps_kept=0)
     assert isinstance(decision, Regroup)
-    decision, _ = decide_after_fault(fault, counters, config, steps_finished=3)
+    decision, _ = decide_after_fault(fault, counters, config, steps_finished=3, steps_kept=0)
     assert isinstance(decision, Stop)
     assert "twice" in decision.reason
 
@@ -82,15 +82,15 @@ def test_the_same_error_at_the_same_step_twice_breaks_the_loop_whatever_the_budg
 def test_a_mismatching_checkpoint_is_a_config_error_and_a_corrupt_one_costs_no_budget() -> None:
     config = FailureConfig(max_infrastructure=0)
     mismatch = classify(AttemptFacts(outcomes=(failed(0, CauseKind.CHECKPOINT_MISMATCH, step=0),)))
-    decision, _ = decide_after_fault(mismatch, Counters(), config, steps_finished=0)
+    decision, _ = decide_after_fault(mismatch, Counters(), config, steps_finished=0, steps_kept=0)
     assert isinstance(decision, Stop)
     assert decision.exit_code is ExitCode.CONFIG_ERROR
     corrupt = classify(AttemptFacts(outcomes=(failed(0, CauseKind.CORRUPT_CHECKPOINT, step=0),)))
-    decision, counters = decide_after_fault(corrupt, Counters(), config, steps_finished=0)
+    decision, counters = decide_after_fault(corrupt, Counters(), config, steps_finished=0, steps_kept=0)
     assert isinstance(decision, Regroup)
     assert (counters.infrastructure, counters.user_errors) == (0, 0)
     for _ in range(MAX_CORRUPT_ATTEMPTS):
-        decision, counters = decide_after_fault(corrupt, counters, config, steps_finished=0)
+        decision, counters = decide_after_fault(corrupt, counters, config, steps_finished=0, steps_kept=0)
     assert isinstance(decision, Stop)
     assert decision.exit_code is ExitCode.STORAGE_OUTAGE
 
@@ -99,9 +99,9 @@ def test_attempts_that_finish_no_step_are_bounded_even_without_a_budget() -> Non
     counters = Counters()
     fault = Fault(kind=FaultKind.WORKER_LOST, detail="lost worker")
     for _ in range(MAX_FRUITLESS_ATTEMPTS - 1):
-        decision, counters = decide_after_fault(fault, counters, FailureConfig(), steps_finished=0)
+        decision, counters = decide_after_fault(fault, counters, FailureConfig(), steps_finished=0, steps_kept=0)
         assert isinstance(decision, Regroup)
-    decision, _ = decide_after_fault(fault, counters, FailureConfig(), steps_finished=0)
+    decision, _ = decide_after_fault(fault, counters, FailureConfig(), steps_finished=0, steps_kept=0)
     assert isinstance(decision, Stop)
     assert decision.exit_code is ExitCode.FAILURE_BUDGET
 
@@ -109,9 +109,22 @@ def test_attempts_that_finish_no_step_are_bounded_even_without_a_budget() -> Non
 def test_the_infrastructure_budget_is_kept_apart_and_counts() -> None:
     config = FailureConfig(max_infrastructure=1, max_user_errors=0)
     fault = Fault(kind=FaultKind.NODE_LOST, detail="lost node")
-    decision, counters = decide_after_fault(fault, Counters(), config, steps_finished=1)
+    decision, counters = decide_after_fault(fault, Counters(), config, steps_finished=1, steps_kept=0)
     assert isinstance(decision, Regroup)
-    decision, counters = decide_after_fault(fault, counters, config, steps_finished=1)
+    decision, counters = decide_after_fault(fault, counters, config, steps_finished=1, steps_kept=0)
     assert isinstance(decision, Stop)
     assert decision.exit_code is ExitCode.FAILURE_BUDGET
     assert counters.user_errors == 0
+
+
+def test_storage_trouble_is_bounded_by_what_is_committed_not_by_steps_that_are_lost_again() -> None:
+    fault = Fault(kind=FaultKind.STORAGE, detail="no Keeper")
+    counters = Counters()
+    for _ in range(MAX_FRUITLESS_ATTEMPTS - 1):
+        decision, counters = decide_after_fault(fault, counters, FailureConfig(), steps_finished=9, steps_kept=0)
+        assert isinstance(decision, Regroup)
+    _, kept = decide_after_fault(fault, counters, FailureConfig(), steps_finished=9, steps_kept=1)
+    assert kept.fruitless == 0
+    decision, _ = decide_after_fault(fault, counters, FailureConfig(), steps_finished=9, steps_kept=0)
+    assert isinstance(decision, Stop)
+    assert decision.exit_code is ExitCode.STORAGE_OUTAGE
