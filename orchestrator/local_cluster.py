@@ -88,6 +88,8 @@ class LocalCluster:
         if with_dashboard:
             # Ray's job server asks this file, not its own head, which cluster of the machine a job belongs to.
             (self._root / "ray" / "ray_current_cluster").write_text(self.address)
+        head_node: Any = self._cluster.head_node  # untyped: None until the head runs, which it does here
+        self._node_ids: list[str] = [head_node.node_id]
 
     @property
     def address(self) -> str:
@@ -103,6 +105,11 @@ class LocalCluster:
     def nodes(self) -> dict[int, LocalNode]:
         """The live nodes by number; the head is not among them."""
         return dict(self._nodes)
+
+    @property
+    def started_node_ids(self) -> tuple[str, ...]:
+        """Every node that ever was in this cluster, the head and the dead ones too; also after `close`."""
+        return tuple(self._node_ids)
 
     def add_node(self) -> LocalNode:
         """Start one more node and wait until the cluster knows it."""
@@ -120,6 +127,7 @@ class LocalCluster:
             labels={"raysume-node": f"node-{number}"},
             env_vars={LOCAL_DIRECTORY_VARIABLE: str(directory)},
         )
+        self._node_ids.append(handle.node_id)
         raylet_pid = handle.all_processes["raylet"][0].process.pid
         node = LocalNode(
             number=number, node_id=handle.node_id, raylet_pid=raylet_pid, directory=directory, handle=handle

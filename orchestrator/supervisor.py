@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,7 @@ def supervise(plan: SupervisorPlan) -> int:
         finally:
             view.close()
             cluster.close()
-            _remove_arenas(plan.run_id)
+            _remove_arenas(plan.run_id, cluster.started_node_ids)
 
 
 class Supervisor:
@@ -325,10 +325,13 @@ class Supervisor:
             log.close()
 
 
-def _remove_arenas(run_id: str) -> None:
-    """Whatever killed processes of this run left in shared memory."""
-    for left in Path("/dev/shm").glob(f"raysume-{run_id}-*"):
-        shutil.rmtree(left, ignore_errors=True)
+def _remove_arenas(run_id: str, node_ids: Iterable[str]) -> None:
+    """Whatever killed processes of this cluster left in shared memory.
+
+    Only by node: the same Run may be alive on another cluster of this machine, which refused this driver.
+    """
+    for node_id in node_ids:
+        shutil.rmtree(arena_directory(run_id, node_id), ignore_errors=True)
 
 
 @contextmanager

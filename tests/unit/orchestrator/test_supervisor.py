@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from orchestrator import supervisor
 from orchestrator.chaos import parse_chaos
 from orchestrator.driver_child import DriverChild, driver_command
 from orchestrator.event_tail import EventTail
@@ -49,6 +52,7 @@ class FakeCluster:
     def __init__(self, directory: Path, num_nodes: int, raylet_pid: int = 0) -> None:
         self._directory, self._raylet_pid, self._started = directory, raylet_pid, 0
         self.nodes: dict[int, LocalNode] = {}
+        self.started_node_ids: tuple[str, ...] = ("head",)
         self.done: list[str] = []
         for _ in range(num_nodes):
             self.add_node()
@@ -57,6 +61,7 @@ class FakeCluster:
     def add_node(self) -> LocalNode:
         self._started += 1
         number = self._started
+        self.started_node_ids = (*self.started_node_ids, f"node{number}")
         node = LocalNode(number=number, node_id=f"node{number}", raylet_pid=self._raylet_pid,
                          directory=self._directory, handle=None)  # fmt: skip
         self.nodes[number] = node
@@ -73,6 +78,9 @@ class FakeCluster:
     def drain_node(self, number: int, *, notice_s: float) -> LocalNode:
         self.done.append(f"drain {number} {notice_s:g}")
         return self.nodes[number]
+
+    def close(self) -> None:
+        self.nodes.clear()
 
 
 class FakeDriver:
@@ -118,12 +126,12 @@ class Stage:
         self.started: list[tuple[str, ...]] = []
         self.drivers: list[FakeDriver] = []
         self._lives = iter(lives)
-        plan = SupervisorPlan(
+        self.plan = SupervisorPlan(
             config=load_config(Path("clusters/local/run.yaml")), config_path=Path("run.yaml"), overrides=("seed=0",),
             num_nodes=nodes, actions=parse_chaos(chaos) if chaos else (), events_path=self.events, run_id=RUN_ID,
         )  # fmt: skip
         view: ProgressView = self.view
-        self.supervisor = Supervisor(plan, self.cluster, self._start, view, self.stops)
+        self.supervisor = Supervisor(self.plan, self.cluster, self._start, view, self.stops)
 
     def _start(self, overrides: tuple[str, ...]) -> FakeDriver:
         steps, code = next(self._lives)
@@ -146,6 +154,27 @@ def test_a_node_is_killed_and_buried_and_one_is_added_when_their_steps_come(tmp_
     assert stage.cluster.done == ["kill 2", "bury 2", "add 4"]
     assert stage.chaos() == [("kill-node", "node2", 3, 3), ("add-node", "node4", 5, 5)]
     assert not arena.exists()
+
+
+def test_only_shared_memory_of_the_supervisors_own_nodes_is_removed_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same Run may be alive on another cluster of this machine; then this driver is refused."""
+    stage = Stage(tmp_path, "kill-node:2@3", [(range(1, 6), ExitCode.REFUSED)], nodes=0)
+    monkeypatch.setattr(supervisor, "LocalCluster", lambda **_: stage.cluster)
+    monkeypatch.setattr(supervisor, "DriverChild", lambda *_: stage._start(()))
+    own = [arena_directory(RUN_ID, node_id) for node_id in ("head", "node1", "node2", "node3")]
+    foreign = arena_directory(RUN_ID, "node9")
+    for arena in (*own, foreign):
+        arena.mkdir(exist_ok=True)
+    # What is killed has its memory removed at once; this stands for a process that wrote once more.
+    monkeypatch.setattr(stage.cluster, "bury", lambda node: arena_directory(RUN_ID, node.node_id).mkdir())
+    try:
+        assert supervisor.supervise(replace(stage.plan, num_nodes=3, show_progress=False)) == ExitCode.REFUSED
+        assert [arena for arena in own if arena.exists()] == []
+        assert foreign.exists()
+    finally:
+        shutil.rmtree(foreign)
 
 
 def test_steps_of_an_earlier_life_of_the_run_set_nothing_off(tmp_path: Path) -> None:
