@@ -16,7 +16,7 @@ from orchestrator.exit_codes import ExitCode
 from orchestrator.options import DriverOptions
 from orchestrator.progress import ProgressView, open_progress
 from orchestrator.report_text import report_text
-from orchestrator.run_identity import RunIdentity
+from orchestrator.run_identity import RunIdentity, make_run_id
 from orchestrator.summary import begins_history, summarize
 from storage.errors import StorageError
 from storage.events import EventLog, read_events
@@ -32,7 +32,8 @@ def events_path_of(run_url: str, run_id: str) -> Path:
     """The local event file: in the Run's own directory where that is local, else beside other temporary files."""
     if "://" not in run_url or run_url.startswith("file://"):
         return Path(run_url.removeprefix("file://")) / EVENTS
-    return Path(tempfile.gettempdir()) / "raysume" / run_id / EVENTS
+    # A copied Run has the id of the original: the URL keeps their events apart.
+    return Path(tempfile.gettempdir()) / "raysume" / make_run_id(run_id, run_url) / EVENTS
 
 
 class _TeeSink:

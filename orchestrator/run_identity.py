@@ -1,4 +1,7 @@
-"""Who a Run is: its id, made from name and root URL, and the record of when it first started. Same for every driver."""
+"""Who a Run is: its id, and the record of when it first started. Same for every driver.
+
+The id is made once, from name and root URL. From then on it is what the Run's own records say, wherever they lie.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import xxhash
-from pydantic import JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from orchestrator.config import RunConfig
-from storage.errors import ObjectMissing
-from storage.keys import RUN
+from orchestrator.errors import ConfigError
+from storage.commit_log import CommitLog
+from storage.errors import ObjectMissing, StorageError
+from storage.keys import EVENTS, RUN
 from storage.object_store import ObjectStore
 
-__all__ = ["RunIdentity", "build_digest", "installed_version", "make_run_id", "metadata_of", "open_run_record"]
+__all__ = [
+    "RunIdentity",
+    "build_digest",
+    "find_run_id",
+    "installed_version",
+    "make_run_id",
+    "metadata_of",
+    "open_run_record",
+]
 
 _PACKAGES = ("orchestrator", "workers", "storage")
 
@@ -31,21 +44,84 @@ class RunIdentity:
     is_new: bool
 
 
+class _RunRecord(BaseModel):
+    """run.json. Whatever else a later version puts into it is passed over."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    start_unix_s: float
+    raysume: str = ""
+
+
 def make_run_id(name: str, root_url: str) -> str:
-    """Name plus a digest of the root URL: two drivers given the same config agree on it without asking anyone."""
+    """The id of a Run that begins here: two drivers given the same config agree on it without asking anyone."""
     return f"{name}-{xxhash.xxh3_64_hexdigest(root_url.rstrip('/').encode())[:8]}"
 
 
-def open_run_record(store: ObjectStore, run_id: str) -> RunIdentity:
-    """Read run.json, or write it when this is the Run's first driver."""
+def find_run_id(store: ObjectStore, config: RunConfig) -> str:
+    """The id of the Run at run.url: as run.json says, else as its Commits carry it, else one for a Run that begins.
+
+    So a Run that was moved, copied, or is reached by another spelling of its URL still knows its own Checkpoints.
+    Writes nothing. Raises ConfigError where the store does not answer or run.json cannot be read.
+    """
     try:
-        record = json.loads(store.get(RUN))
-        return RunIdentity(run_id=run_id, start_unix_s=float(record["start_unix_s"]), is_new=False)
+        record = _read_record(store)
+        if record is not None:
+            return record.run_id
+        commits = CommitLog(store, None).all_commits()
+    except StorageError as error:
+        raise ConfigError(config.run.url, (f"run.url cannot be reached: {error}",)) from error
+    if commits:
+        return max(commits, key=lambda commit: (commit.attempt.number, commit.step)).run_id
+    return make_run_id(config.run.name, config.run.url)
+
+
+def open_run_record(store: ObjectStore, run_id: str) -> RunIdentity:
+    """Read run.json, or write it when this is the Run's first driver or the record was lost."""
+    record = _read_record(store)
+    if record is not None:
+        if record.run_id != run_id:
+            text = (
+                f"{RUN} says that this is run {record.run_id}, this driver took it for {run_id}: "
+                "another one began the run at the same moment; start this one again"
+            )
+            raise ConfigError(store.url, (text,))
+        return RunIdentity(run_id=run_id, start_unix_s=record.start_unix_s, is_new=False)
+    is_new = not CommitLog(store, run_id).all_commits()
+    told = None if is_new else _start_in_events(store)
+    record = _RunRecord(
+        run_id=run_id, start_unix_s=time.time() if told is None else told, raysume=installed_version("raysume")
+    )
+    store.put(RUN, record.model_dump_json(indent=1).encode())
+    return RunIdentity(run_id=run_id, start_unix_s=record.start_unix_s, is_new=is_new)
+
+
+def _read_record(store: ObjectStore) -> _RunRecord | None:
+    try:
+        return _RunRecord.model_validate_json(store.get(RUN))
     except ObjectMissing:
-        start = time.time()
-        body = {"run_id": run_id, "start_unix_s": start, "raysume": installed_version("raysume")}
-        store.put(RUN, json.dumps(body, indent=1).encode())
-        return RunIdentity(run_id=run_id, start_unix_s=start, is_new=True)
+        return None
+    except ValidationError as error:
+        text = f"{RUN} there cannot be read; without it the Commits say which run this is, so remove it: {error}"
+        raise ConfigError(store.url, (text,)) from error
+
+
+def _start_in_events(store: ObjectStore) -> float | None:
+    """The start that the last driver counted from, so that the times of all events stay of one kind."""
+    try:
+        lines = store.get(EVENTS).splitlines()
+    except ObjectMissing:
+        return None
+    for line in reversed(lines):
+        try:
+            event = json.loads(line) if b"run_started" in line else None
+        except ValueError:  # torn by a crash; an earlier driver said the same
+            continue
+        if isinstance(event, dict) and event.get("event") == "run_started":
+            start = event.get("start_unix_s")
+            return float(start) if isinstance(start, int | float) else None
+    return None
 
 
 def installed_version(package: str) -> str:
