@@ -37,7 +37,7 @@ from orchestrator.options import DriverOptions
 from orchestrator.preflight import check_before_start
 from orchestrator.recorder import Recorder
 from orchestrator.resume import Resume, parse_resume
-from orchestrator.run_identity import make_run_id, open_run_record
+from orchestrator.run_identity import find_run_id, open_run_record
 from orchestrator.worker_group import WorkerGroup
 from storage.commit_log import CommitLog
 from storage.errors import LeaseHeld, StorageError
@@ -76,10 +76,10 @@ def run_driver(
         _stop_on_signals(stop_requested),  # after the cluster: ray.init puts a SIGTERM handler of its own in place
         contextlib.ExitStack() as at_end,
     ):
-        run_id = make_run_id(config.run.name, config.run.url)
         nonce = new_nonce()
         owner = f"pid {os.getpid()} on {socket.gethostname()}"
         store = open_store(config.run.url, config.checkpoint.store)
+        run_id = find_run_id(store, config)
         try:
             actor = claim_run(run_id, config, owner)
             # A connection that outlives this driver must not keep the Run claimed.
