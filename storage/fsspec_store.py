@@ -29,6 +29,7 @@ T = TypeVar("T")
 _NOT_HONOURED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
 _PARALLEL_DELETES = 16
+_KNOWN_PROTOCOLS = "file, s3, gs, az, memory"
 
 
 def url_without_credentials(url: str) -> str:
@@ -146,10 +147,23 @@ class FsspecStore:
         with self._lock:
             if self._owner_pid != os.getpid():
                 options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options}
+                self._check_protocol()
                 filesystem, root = fsspec.core.url_to_fs(self._full_url, **options)
                 self._opened, self._root, self._owner_pid = filesystem, root.rstrip("/"), os.getpid()
                 self._configure(filesystem)
             return self._opened
+
+    def _check_protocol(self) -> None:
+        """Refuse what no further try can open: a protocol that does not exist, or one whose package is missing."""
+        for protocol in self._full_url.partition("://")[0].split("::"):
+            try:
+                fsspec.get_filesystem_class(protocol)
+            except ValueError as error:
+                reason = f"the protocol {protocol}:// is not known; known are {_KNOWN_PROTOCOLS} and fsspec's others"
+                raise StoreRefused("open", self._url, reason) from error
+            except ImportError as error:
+                reason = f"the protocol {protocol}:// needs a package that is not installed: {error}"
+                raise StoreRefused("open", self._url, reason) from error
 
     def _configure(self, filesystem: Any) -> None:
         """Last adjustments of a new filesystem object, for subclasses."""

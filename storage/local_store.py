@@ -22,6 +22,11 @@ __all__ = ["LocalStore"]
 
 _TEMPORARY = ".raysume-tmp-"
 _FOLDER_TRIES = 16
+# What the operating system answers the same way however often it is asked. A full disk is not among them.
+_FINAL = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST),
+    *(errno.EOPNOTSUPP, errno.ENOSYS, errno.ENAMETOOLONG, errno.ELOOP),
+}
 
 
 class LocalStore:
@@ -36,12 +41,12 @@ class LocalStore:
 
     def put(self, key: str, data: bytes | memoryview, *, deadline_s: float = 60.0) -> None:
         path = self._path(key)
-        with _naming("put", key, self.url), self._written(path, data) as temporary:
+        with _naming("put", key, self.url), self._written("put", key, data) as temporary:
             os.replace(temporary, path)
 
     def create(self, key: str, data: bytes, *, deadline_s: float = 60.0) -> None:
         path = self._path(key)
-        with _naming("create", key, self.url), self._written(path, data) as temporary:
+        with _naming("create", key, self.url), self._written("create", key, data) as temporary:
             # A hard link fails when the name exists, so the name is taken and the content whole in one step.
             os.link(temporary, path)
 
@@ -75,16 +80,23 @@ class LocalStore:
         return self._root / key
 
     @contextlib.contextmanager
-    def _written(self, path: Path, data: bytes | memoryview) -> Iterator[Path]:
-        """A synced temporary file beside ``path``; the caller moves it there; the folder is synced afterwards."""
-        temporary = path.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
+    def _written(self, operation: str, key: str, data: bytes | memoryview) -> Iterator[Path]:
+        """A synced temporary file beside the object's; the caller moves it there; the folder is synced afterwards."""
+        folder = self._path(key).parent
+        temporary = folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
         try:
-            with _opened_for_writing(temporary) as file:
+            file = _opened_for_writing(temporary)
+        except OSError as error:
+            kind = StoreRefused if error.errno in _FINAL else StoreUnavailable
+            reason = f"the directory {folder} cannot be created or written: {error} ({self.url})"
+            raise kind(operation, key, reason) from error
+        try:
+            with file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             yield temporary
-            self._sync_folders(path.parent)
+            self._sync_folders(folder)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -128,11 +140,17 @@ class LocalStore:
 
 def _opened_for_writing(path: Path) -> BinaryIO:
     """A new file in a folder that a sweeper may remove, because it is empty, until the file is there."""
+    failure = OSError(errno.EBUSY, "the folder is removed again and again", str(path.parent))
     for _ in range(_FOLDER_TRIES):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, FileExistsError) as error:  # a sweeper in between, or a folder that cannot be
+            failure = error
+            continue
         with contextlib.suppress(FileNotFoundError):
             return open(path, "xb")
-    raise OSError(errno.EBUSY, "the folder is removed again and again", str(path.parent))
+        failure = OSError(errno.EBUSY, "the folder is removed again and again", str(path.parent))
+    raise failure
 
 
 def _sync_folder(folder: Path) -> None:

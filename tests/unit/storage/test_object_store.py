@@ -5,6 +5,8 @@ Real: the file system. A lost process is played by an exception out of the middl
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import secrets
 import threading
@@ -84,6 +86,70 @@ def test_a_full_disk_is_an_unavailable_store(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(StoreUnavailable, match="No space left"):
         LocalStore(tmp_path).put("k", b"x")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["put", "create"])
+def test_a_root_that_cannot_be_made_is_refused_at_once_with_the_reason(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store("/proc/raysume-run")  # even the superuser makes no directory there
+    with pytest.raises(StoreRefused, match=r"/proc/raysume-run/lease cannot be created or written: .*No such file"):
+        getattr(store, method)("lease/1", b"x")
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING], "nothing was tried again"
+
+
+@pytest.mark.parametrize("method", ["put", "create"])
+@pytest.mark.parametrize("under", ["run", "run/deeper"])
+def test_a_root_that_is_a_file_or_below_one_takes_no_object(tmp_path: Path, method: str, under: str) -> None:
+    (tmp_path / "run").write_text("not a folder")
+    with pytest.raises(StoreRefused, match="cannot be created or written"):
+        getattr(LocalStore(tmp_path / under), method)("k", b"x")
+
+
+@pytest.mark.parametrize(
+    ("number", "is_final"),
+    [*((number, True) for number in (errno.EACCES, errno.EPERM, errno.EROFS)), (errno.ENOSPC, False)],
+)
+def test_a_refused_directory_is_final_and_a_full_disk_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_final: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(StoreUnavailable, match=os.strerror(number)) as caught:
+        LocalStore(tmp_path / "run").put("k", b"x")
+    assert isinstance(caught.value, StoreRefused) == is_final
+
+
+def test_a_folder_swept_away_while_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = Path.mkdir
+    failures = [FileNotFoundError(errno.ENOENT, "swept"), FileExistsError(errno.EEXIST, "swept")]
+
+    def swept(self: Path, *args: object, **options: object) -> None:
+        if failures:
+            raise failures.pop()
+        mkdir(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", swept)
+    LocalStore(tmp_path / "run").create("a/k", b"x")
+    assert LocalStore(tmp_path / "run").get("a/k") == b"x"
+
+
+@pytest.mark.parametrize("url", ["s3x://bucket/run", "simplecache::s3x://bucket/run"])
+def test_an_unknown_protocol_is_refused_at_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(StoreRefused, match="protocol s3x:// is not known; known are file, s3, gs, az, memory"):
+        open_store(url).list("commits/")
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING], "nothing was tried again"
+
+
+def test_a_protocol_whose_package_is_missing_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> None:
+        raise ImportError("install gcsfs")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(StoreRefused, match=r"protocol gs:// needs a package .*: install gcsfs"):
+        open_store("gs://bucket/run").get("k")
 
 
 @pytest.mark.parametrize("key", ["/etc/passwd", "../outside", "a/../../outside"])
