@@ -32,7 +32,7 @@ from workers.dataset_card import (
     make_fingerprint,
 )
 
-__all__ = ["DatasetWriter", "default_row_group_rows", "token_type"]
+__all__ = ["DatasetWriter", "default_row_group_rows", "refuse_existing", "token_type"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,15 @@ def default_row_group_rows(sequence_length: int) -> int:
     """A power of two of rows, at most 256, near ``ROW_GROUP_TOKENS`` tokens."""
     fitting = max(1, ROW_GROUP_TOKENS // (sequence_length + 1))
     return min(MAX_ROW_GROUP_ROWS, 1 << (fitting.bit_length() - 1))
+
+
+def refuse_existing(store: ObjectStore, deadline_s: float) -> None:
+    """Raise DataError when ``store`` holds a dataset."""
+    try:
+        store.get(CARD_KEY, deadline_s=deadline_s)
+    except ObjectMissing:
+        return
+    raise DataError(f"{store.url} holds a dataset already; choose another place or delete it first")
 
 
 class DatasetWriter:
@@ -91,7 +100,7 @@ class DatasetWriter:
         self._num_rows: dict[Split, int] = {"train": 0, "validation": 0}
         self._pending: dict[Split, list[npt.NDArray[np.unsignedinteger]]] = {"train": [], "validation": []}
         self._files: list[DataFile] = []
-        self._refuse_existing()
+        refuse_existing(store, deadline_s)
 
     def append(self, ids: Ids) -> None:
         """Add the next tokens of the stream. Raises DataError for an id that is out of range or does not fit."""
@@ -119,7 +128,7 @@ class DatasetWriter:
         if not self._num_rows["train"]:
             raise DataError(
                 f"the source gives no training row of {self._sequence_length + 1} tokens; "
-                "use more text or a smaller data.sequence_length"
+                "use more text or a smaller sequence length"
             )
         files = tuple(sorted(self._files, key=lambda file: file.name))
         digest = xxhash.xxh3_128_hexdigest(tokenizer)
@@ -148,13 +157,6 @@ class DatasetWriter:
             "dataset %s written to %s: %d training rows", card.fingerprint, self._store.url, card.num_train_rows
         )
         return card
-
-    def _refuse_existing(self) -> None:
-        try:
-            self._store.get(CARD_KEY, deadline_s=self._deadline_s)
-        except ObjectMissing:
-            return
-        raise DataError(f"{self._store.url} holds a dataset already; choose another place or delete it first")
 
     def _checked(self, ids: Ids) -> npt.NDArray[np.unsignedinteger]:
         """The ids in the stored type, or a refusal: a cast that wraps would train on other tokens in silence."""

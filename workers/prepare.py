@@ -7,6 +7,7 @@ Reading sources is `prepare_sources`, packing and files are `dataset_writer`.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -16,10 +17,11 @@ import xxhash
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from storage.config import StoreConfig
+from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from workers.data_errors import DataError
-from workers.dataset_card import DatasetCard, SourceSummary
-from workers.dataset_writer import DatasetWriter
+from workers.dataset_card import TOKENIZER_KEY, DatasetCard, SourceSummary
+from workers.dataset_writer import DatasetWriter, refuse_existing
 from workers.prepare_sources import Piece, Source, find_source
 
 __all__ = ["END_OF_TEXT", "ProgressCallback", "prepare_dataset"]
@@ -33,6 +35,7 @@ END_OF_TEXT: Final = "<|endoftext|>"
 END_OF_TEXT_ID: Final = 0  # the trainer numbers special tokens first
 TOKENIZER_SAMPLE_BYTES: Final = 16 << 20
 ENCODE_BATCH_BYTES: Final = 2 << 20
+_OF_A_DATASET: Final = re.compile(rf"(train|validation)-\d{{5}}\.parquet|{re.escape(TOKENIZER_KEY)}")
 
 
 def prepare_dataset(
@@ -51,6 +54,7 @@ def prepare_dataset(
     """Make the dataset at ``url`` from ``source`` ('stdlib', or a file or folder). Raises DataError on bad input."""
     config = store_config or StoreConfig()
     store = open_store(url, config)
+    _refuse_occupied(store, config.deadline_s)
     found = find_source(source)
     total = found.num_bytes if max_bytes is None else min(found.num_bytes, max_bytes)
     report = progress or _no_progress
@@ -80,6 +84,15 @@ def prepare_dataset(
     return writer.finish(tokenizer=tokenizer.to_str(pretty=True).encode(), source=summary)
 
 
+def _refuse_occupied(store: ObjectStore, deadline_s: float) -> None:
+    """Only an empty place will do, or one with what an interrupted prepare left; asked before the long work."""
+    refuse_existing(store, deadline_s)
+    foreign = [key for entry in store.list("", deadline_s=deadline_s) if not _OF_A_DATASET.fullmatch(key := entry.key)]
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise DataError(f"{store.url} holds files that are no dataset: {shown}; choose an empty place")
+
+
 def _no_progress(stage: str, done: int, total: int) -> None:
     """Nobody watches."""
 
@@ -89,7 +102,7 @@ def _train_tokenizer(
 ) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
-        raise DataError(f"data.prepare.vocab_size is {vocab_size}; byte-level BPE needs at least {len(alphabet) + 1}")
+        raise DataError(f"the vocabulary size is {vocab_size}; byte-level BPE needs at least {len(alphabet) + 1}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -132,8 +132,28 @@ def test_a_folder_without_a_card_is_no_dataset(tmp_path: Path) -> None:
 
 def test_an_existing_dataset_is_not_overwritten(tree: Path, tmp_path: Path) -> None:
     prepare(tree, str(tmp_path / "data"))
+    seen: list[object] = []
     with pytest.raises(DataError, match="holds a dataset already"):
-        prepare(tree, str(tmp_path / "data"))
+        prepare(tree, str(tmp_path / "data"), progress=lambda *news: seen.append(news))
+    assert seen == [], "found out before any work"
+
+
+@pytest.mark.parametrize("name", ["passwd", "dataset.json.bak", "train-00000.parquet.old", "sub/train-00000.parquet"])
+def test_a_place_with_other_files_is_refused_before_anything_is_written(tree: Path, tmp_path: Path, name: str) -> None:
+    place = tmp_path / "data"
+    (place / name).parent.mkdir(parents=True)
+    (place / name).write_text("mine")
+    with pytest.raises(DataError, match=rf"no dataset: {name}; choose an empty place"):
+        prepare(tree, str(place))
+    assert [path for path in place.rglob("*") if path.is_file()] == [place / name]
+
+
+def test_what_an_interrupted_prepare_left_is_replaced(tree: Path, tmp_path: Path) -> None:
+    place = tmp_path / "data"
+    place.mkdir()
+    for name in ("train-00000.parquet", "validation-00000.parquet", TOKENIZER_KEY):
+        (place / name).write_bytes(b"cut off")
+    assert prepare(tree, str(place)).fingerprint == prepare(tree, str(tmp_path / "fresh")).fingerprint
 
 
 def test_jsonl_and_parquet_of_the_same_texts_give_the_same_rows(tmp_path: Path) -> None:
@@ -209,12 +229,12 @@ def test_a_source_with_nothing_to_read_is_refused(
 
 def test_text_too_short_for_one_row_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("short")
-    with pytest.raises(DataError, match="no training row of 17 tokens"):
+    with pytest.raises(DataError, match="no training row of 17 tokens; use more text or a smaller sequence length"):
         prepare(tmp_path / "in.txt", str(tmp_path / "data"))
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused(tree: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="vocab_size is 200"):
+    with pytest.raises(DataError, match="vocabulary size is 200"):
         prepare(tree, str(tmp_path / "data"), vocab_size=200)
 
 
