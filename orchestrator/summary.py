@@ -131,6 +131,7 @@ class SummaryFold:
     _driver_lost_s: float | None = None
     _driver_back_s: float | None = None
     _ended_step: int = 0
+    _first_began_s: float | None = None
 
     def add(self, event: Event) -> None:
         """Take in one event; unknown ones only move the clock."""
@@ -152,7 +153,7 @@ class SummaryFold:
             case "attempt_started":
                 self._start_attempt(event)
             case "regrouped" if self._is_current(event):
-                self._attempts[-1]["regrouped_s"] = _float(event, "t_s")
+                self._set_regrouped(_float(event, "t_s"))
             case "step" if self._is_current(event):
                 self._add_step(event)
             case "eval" if self._is_current(event):
@@ -231,6 +232,12 @@ class SummaryFold:
         self._faults.clear()
         self._driver_lost_s = self._driver_back_s = None
         self._ended_step = 0
+        self._first_began_s = None
+
+    def _set_regrouped(self, seen_s: float) -> None:
+        """The driver asks now and then, so it may see the ranks formed only after they have begun to train."""
+        began_s = self._first_began_s
+        self._attempts[-1]["regrouped_s"] = seen_s if began_s is None else min(seen_s, began_s)
 
     def _detected_s(self, event: Event) -> float | None:
         detected = event.get("detected_s")
@@ -280,7 +287,9 @@ class SummaryFold:
         step_s = _float(event, "step_s")
         if attempt["first_step_s"] is None:
             first_step_s = attempt["first_step_s"] = _float(event, "finished_s") or _float(event, "t_s")
-            began_s = max(0.0, first_step_s - step_s)
+            self._first_began_s = began_s = max(0.0, first_step_s - step_s)
+            if attempt["regrouped_s"] is not None:
+                self._set_regrouped(attempt["regrouped_s"])
             if attempt["fault_s"] is None:
                 self._startup_s += began_s
             else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from orchestrator.summary import Event, RunSummary, summarize
 
 
@@ -84,6 +86,22 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
         evals=[],
         losses=[{"step": step, "loss": 10.0 - step + (0.5 if step > 3 else 0.0)} for step in range(1, 9)],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("seen_s", [5.0, 6.5, 7.5])
+def test_the_regrouping_never_ends_after_the_first_step_began(seen_s: float) -> None:
+    group = line("regrouped", seen_s, attempt=1, world_size=2)
+    first, second = steps(1, 1, 2, 7.0, 2)
+    for events in ([group, first, second], [first, group, second], [first, second, group]):
+        (only,) = summarize([*START, attempt(1, 4.5, "start", 2, 0, "none"), *events])["attempts"]
+        assert only["regrouped_s"] == min(seen_s, 6.0)
+
+
+def test_each_attempt_has_its_own_bound_on_the_regrouping() -> None:
+    events = [*START, attempt(1, 4.5, "start", 2, 0, "none"), *steps(1, 1, 2, 7.0, 2),
+              attempt(2, 9.0, "join", 3, 2, "own-memory"),
+              line("regrouped", 10.0, attempt=2, world_size=3)]  # fmt: skip
+    assert summarize(events)["attempts"][1]["regrouped_s"] == 10.0
 
 
 def test_no_events_give_an_empty_summary() -> None:
