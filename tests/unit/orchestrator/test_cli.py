@@ -217,3 +217,53 @@ def test_verify_tells_a_good_checkpoint_from_a_damaged_one(tmp_path: Path) -> No
     good, damaged, *_ = ended.stdout.splitlines()
     assert "good" in good
     assert "DAMAGED" in damaged
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_place_without_checkpoints_is_an_empty_list_as_json(tmp_path: Path, command: str) -> None:
+    ended = runner.invoke(app, ["checkpoints", command, str(tmp_path), "--json"])
+    assert ended.exit_code == CheckpointsCode.NOT_FOUND
+    assert json.loads(ended.stdout) == []
+
+
+@pytest.mark.parametrize("command", ["list", "show", "verify"])
+def test_an_unknown_protocol_is_a_bad_url_not_an_outage(command: str) -> None:
+    ended = runner.invoke(app, ["checkpoints", command, "s3x://foo"])
+    assert ended.exit_code == CheckpointsCode.REFUSED == ExitCode.CONFIG_ERROR.value
+    assert "s3x" in ended.stderr
+
+
+def cut_commit(root: Path, step: int) -> str:
+    (record,) = (root / "commits").glob(f"*{step}*")
+    record.write_bytes(record.read_bytes()[:20])
+    return f"commits/{record.name}"
+
+
+def test_verify_names_a_commit_record_that_cannot_be_read(tmp_path: Path) -> None:
+    committed_run(tmp_path)
+    name = cut_commit(tmp_path, 20)
+    ended = runner.invoke(app, ["checkpoints", "verify", str(tmp_path), "--json"])
+    assert ended.exit_code == CheckpointsCode.CORRUPT
+    entries = json.loads(ended.stdout)
+    assert [(entry["step"], entry["is_good"]) for entry in entries] == [(10, True), (20, False)]
+    assert entries[1]["problems"] == [f"{name}: the commit record cannot be read"]
+    assert entries[0].keys() == entries[1].keys()
+    shown = runner.invoke(app, ["checkpoints", "verify", str(tmp_path), "--step", "20"])
+    assert shown.exit_code == CheckpointsCode.CORRUPT
+    assert "DAMAGED" in shown.stdout
+
+
+def test_a_run_whose_only_commit_records_are_unreadable_is_damaged_not_empty(tmp_path: Path) -> None:
+    committed_run(tmp_path)
+    names = [cut_commit(tmp_path, step) for step in (10, 20)]
+    for command in ("list", "show", "verify"):
+        ended = runner.invoke(app, ["checkpoints", command, str(tmp_path)])
+        assert ended.exit_code == CheckpointsCode.CORRUPT
+        assert all(name in ended.stdout + ended.stderr for name in names)
+
+
+def test_an_unreadable_record_that_is_quarantined_is_out_of_use(tmp_path: Path) -> None:
+    log = committed_run(tmp_path)
+    newest = log.commits()[-1].step_key
+    log.quarantine(newest, cut_commit(tmp_path, 20), "cut", "2026-01-01T00:00:00Z")
+    assert runner.invoke(app, ["checkpoints", "verify", str(tmp_path)]).exit_code == 0
