@@ -30,11 +30,11 @@ $(VENV)/.installed-dev: pyproject.toml .ci/install
 run: install ## main job: 4 local nodes, one killed and one added while it trains
 	$(BIN)/raysume run clusters/local/run.yaml --local-nodes 4 --chaos $(CHAOS)
 
-test: install-dev ## all tests but the slow ones and those that need a GPU
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+test: install-dev ## all tests but the slow ones; says at the end what it skipped
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
-test-full: install-dev ## all tests but those that need a GPU
-	$(BIN)/python -m pytest -q -m "not gpu" $(PYTEST_ARGS)
+test-full: install-dev ## the slow tests too
+	$(BIN)/python -m pytest -q --slow $(PYTEST_ARGS)
 
 check: install-dev ## format, lint, types, import contracts, unit tests: under a minute
 	$(BIN)/ruff format --check .

@@ -17,7 +17,15 @@ from tests.servers import DelayProxy, HaproxyProxy, MotoServer, SwiftServer
 from tests.servers.swift_server import keeps_xattrs
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that are too long for `make test` as well")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+        pytest.skip("slow; `make test-full` runs it")
+    if item.get_closest_marker("gpu") and shutil.which("nvidia-smi") is None:
+        pytest.skip("needs a CUDA device")
     if item.get_closest_marker("needs_haproxy") and not HaproxyProxy.is_installed():
         pytest.skip("haproxy is not installed (Debian: apt-get install haproxy)")
 

@@ -177,6 +177,10 @@ class RunProcess:
         """``raysume run CONFIG --json`` with ``arguments``."""
         return cls(run, [sys.executable, "-m", "orchestrator", "run", str(run.config_path), "--json", *arguments])
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def events(self) -> list[dict[str, Any]]:
         """All complete event lines so far."""
         self._events += self._tail.read()

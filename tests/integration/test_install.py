@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 
 
 def put_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> None:

@@ -31,6 +31,7 @@ def own_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_the_elastic_scaling_notebook_runs_and_plots(own_kernel: str) -> None:
     notebook = nbformat.read(NOTEBOOKS / "elastic_scaling.ipynb", as_version=4)
     executor = ExecutePreprocessor(timeout=360, kernel_name=own_kernel)
