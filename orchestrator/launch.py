@@ -138,9 +138,11 @@ class _Driver:
             try:
                 end = self._control(coordinator, journal, record, resume, stop, lease_lost, first_number)
             except ray.exceptions.RayError as error:
+                # A signal to the whole process group stops Ray as well: then the stop was what was asked for.
+                code = ExitCode.STOPPED if stop.is_set() else ExitCode.INTERNAL_ERROR
                 _log.exception("the control plane broke")
                 reason = f"the coordinator or the Ray head is gone ({type(error).__name__}); run the same command again"
-                end = RunEnd(exit_code=ExitCode.INTERNAL_ERROR, reason=reason)
+                end = RunEnd(exit_code=code, reason=reason)
             return record.finish(end)
 
     def _control(
