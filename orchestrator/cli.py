@@ -111,7 +111,11 @@ def run(
         )
 
     def drive() -> int:
+        from orchestrator.chaos import parse_chaos
+
         loaded = _load(config, changes)
+        if chaos is not None:
+            parse_chaos(chaos)  # a schedule that cannot be read is an error even where nothing is left to run
         from orchestrator.finished import finished_summary, show_finished
 
         summary = None if under_supervisor else finished_summary(loaded)

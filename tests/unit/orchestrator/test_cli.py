@@ -20,7 +20,15 @@ from storage.commit_log import CommitLog
 from storage.manifest import AttemptRecord, Commit, LedgerRange, Manifest
 from storage.open_store import open_store
 
-LOCAL = "clusters/local/run.yaml"
+LOCAL = str(Path(__file__).resolve().parents[3] / "clusters" / "local" / "run.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped configuration writes below the working directory, where a run of this checkout may have finished."""
+    monkeypatch.chdir(tmp_path)
+
+
 runner = CliRunner()
 
 

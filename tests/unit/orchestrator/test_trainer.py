@@ -111,4 +111,4 @@ def test_a_named_cluster_that_is_away_is_not_replaced_by_this_machine(monkeypatc
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1:6379: no Ray cluster answers there: nobody listens"):
         ElasticTrainer(config=run_config()).fit()
-    assert asked == ["auto"]
+    assert asked == ["10.0.0.1:6379"]
