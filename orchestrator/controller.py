@@ -122,9 +122,11 @@ class Controller:
                 if is_full or settled or not wait_for_more:
                     return members
             else:
-                said = self._say_waiting(members, views, said, waited)
+                num_starting = sum(1 for view in views if not view.is_ready)
+                wait = wait_reason(len(members), num_starting, world)
+                said = self._say_waiting(wait, said, waited)
                 if waited > world.max_wait_s:
-                    text = f"waited {waited:.0f} s (world.max_wait_s) for {said.missing}"
+                    text = f"waited {waited:.0f} s (world.max_wait_s) for {wait.missing}"
                     return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
             time.sleep(min(0.1, self._config.failure.poll_s))
 
@@ -136,16 +138,13 @@ class Controller:
         text = f"no worker can start; worker {refusal.worker_id} on node {refusal.node_id[:12]}: {refusal.reason}"
         return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=text)
 
-    def _say_waiting(
-        self, members: tuple[WorkerView, ...], views: tuple[WorkerView, ...], said: Wait | None, waited: float
-    ) -> Wait:
-        num_starting = sum(1 for view in views if not view.is_ready)
-        wait = wait_reason(len(members), num_starting, self._config.world)
-        is_overdue = not self._group.is_someone_starting or waited > self._config.world.start_grace_s
-        if wait != said and is_overdue:
-            self._recorder.emit("waiting", have=wait.have, need=wait.need, missing=wait.missing)
-            return wait
-        return said or wait
+    def _say_waiting(self, wait: Wait, said: Wait | None, waited_s: float) -> Wait | None:
+        """Say what is waited for, once for each change; workers that are just starting get their grace first."""
+        is_overdue = not self._group.is_someone_starting or waited_s > self._config.world.start_grace_s
+        if wait == said or not is_overdue:
+            return said
+        self._recorder.emit("waiting", have=wait.have, need=wait.need, missing=wait.missing)
+        return wait
 
     def _tick(self) -> None:
         """Bring the books up to date: signals, dead nodes, new nodes, workers that became ready or failed to start."""
