@@ -12,11 +12,14 @@ from orchestrator.summary import RunSummary
 from storage.commit_log import CommitLog
 from storage.errors import ObjectMissing, StorageError
 from storage.keys import SUMMARY
+from storage.object_store import ObjectStore
 from storage.open_store import open_store
+from storage.verify import verify_commit
 
-__all__ = ["finished_summary", "show_finished"]
+__all__ = ["DEEP_BYTES", "finished_summary", "has_whole_end", "show_finished"]
 
 _log = logging.getLogger(__name__)
+DEEP_BYTES = 2 << 30
 
 
 def finished_summary(config: RunConfig) -> RunSummary | None:
@@ -25,8 +28,7 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
         return None
     try:
         store = open_store(config.run.url, config.checkpoint.store)
-        newest = CommitLog(store, None).latest()
-        if newest is None or newest.step < config.run.steps:
+        if not has_whole_end(store, CommitLog(store, None), config.run.steps):
             return None
         summary = json.loads(store.get(SUMMARY))
     except (StorageError, ObjectMissing, ValueError) as error:
@@ -34,6 +36,20 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
         return None
     is_finished = isinstance(summary, dict) and summary.get("status") == "finished"
     return cast(RunSummary, summary) if is_finished else None
+
+
+def has_whole_end(store: ObjectStore, log: CommitLog, steps: int) -> bool:
+    """Whether ``steps`` is committed and the Checkpoint is what was committed: a damaged end is trained again.
+
+    Every byte is read up to DEEP_BYTES; of a larger one the Manifest's digest and the presence and size of each Shard.
+    """
+    newest = log.latest()
+    if newest is None or newest.step < steps:
+        return False
+    report = verify_commit(store, log, newest, deep=newest.stored_bytes <= DEEP_BYTES)
+    for problem in report.problems:
+        _log.warning("the last Checkpoint is damaged, so the run goes on: %s", problem)
+    return report.is_good
 
 
 def show_finished(summary: RunSummary, config: RunConfig, to: TextIO, *, json_output: bool, config_path: str) -> None:

@@ -29,6 +29,7 @@ from orchestrator.driver_lease import DriverLease
 from orchestrator.driver_record import DriverRecord
 from orchestrator.errors import ConfigError
 from orchestrator.exit_codes import ExitCode
+from orchestrator.finished import has_whole_end
 from orchestrator.journal import Journal
 from orchestrator.keepers import KeeperCrew
 from orchestrator.meeting_point import MeetingPoint
@@ -131,9 +132,9 @@ class _Driver:
                 [journal.last_attempt_number(), *(commit.attempt.number for commit in log.all_commits())]
             )
             record.sink.emit("driver_started", nonce=self._nonce, pid=os.getpid(), first_attempt=first_number)
-            newest = log.latest()
-            if self._config.run.resume == "auto" and newest is not None and newest.step >= self._config.run.steps:
-                reason = f"step {newest.step} was committed before; raise run.steps to train on"
+            steps = self._config.run.steps
+            if self._config.run.resume == "auto" and has_whole_end(self._store, log, steps):
+                reason = f"step {steps} was committed before; raise run.steps to train on"
                 return record.finish(RunEnd(exit_code=ExitCode.SUCCESS, reason=reason))
             try:
                 end = self._control(coordinator, journal, record, resume, stop, lease_lost, first_number)
