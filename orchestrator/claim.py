@@ -11,10 +11,11 @@ from typing import Any
 import ray
 
 from orchestrator.config import RunConfig
-from orchestrator.coordinator_actor import MAX_CALLS, RAY_NAMESPACE, CoordinatorActor, coordinator_name
+from orchestrator.coordinator_actor import MAX_CALLS, CoordinatorActor, coordinator_name
 from orchestrator.placement import on_node
 from orchestrator.run_identity import metadata_of
 from storage.errors import LeaseHeld
+from storage.keeper_actor import NAMESPACE
 
 __all__ = ["claim_run"]
 
@@ -30,7 +31,7 @@ def claim_run(run_id: str, config: RunConfig, owner: str) -> Any:
         try:
             actor = CoordinatorActor.options(
                 name=name,
-                namespace=RAY_NAMESPACE,
+                namespace=NAMESPACE,
                 num_cpus=0,
                 max_concurrency=MAX_CALLS,
                 max_restarts=0,
@@ -54,6 +55,6 @@ def claim_run(run_id: str, config: RunConfig, owner: str) -> Any:
 
 def _owner_of(name: str) -> str:
     try:
-        return str(ray.get(ray.get_actor(name, namespace=RAY_NAMESPACE).owner.remote(), timeout=_OWNER_S))
+        return str(ray.get(ray.get_actor(name, namespace=NAMESPACE).owner.remote(), timeout=_OWNER_S))
     except (ValueError, ray.exceptions.RayError):
         return "unknown"

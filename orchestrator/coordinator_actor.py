@@ -23,9 +23,8 @@ from storage.open_store import open_store
 from storage.sources import RestorePlan
 from workers.contract import ExchangeReply, ExchangeRequest
 
-__all__ = ["MAX_CALLS", "RAY_NAMESPACE", "CoordinatorActor", "CoordinatorShell", "coordinator_name", "utc_now"]
+__all__ = ["MAX_CALLS", "CoordinatorActor", "CoordinatorShell", "coordinator_name", "utc_now"]
 
-RAY_NAMESPACE = "raysume"
 MAX_CALLS = 64  # concurrent calls: Keepers, rank 0, the controller's waits
 
 

@@ -42,6 +42,7 @@ from orchestrator.run_identity import find_run_id, open_run_record
 from orchestrator.worker_group import WorkerGroup
 from storage.commit_log import CommitLog
 from storage.errors import LeaseHeld, StorageError
+from storage.keeper_actor import NAMESPACE
 from storage.keys import new_nonce
 from storage.lease import acquire
 from storage.object_store import ObjectStore
@@ -226,7 +227,7 @@ def _cluster(options: DriverOptions) -> Iterator[None]:
         yield
         return
     level = logging.getLogger().getEffectiveLevel()
-    common: dict[str, Any] = {"namespace": "raysume", "logging_level": max(level, logging.WARNING)}
+    common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": max(level, logging.WARNING)}
     named = options.ray_address or os.environ.get("RAY_ADDRESS", "")
     if named in ("", "auto") and _last_cluster_is_gone():
         named = "local"
