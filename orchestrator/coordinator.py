@@ -236,6 +236,17 @@ class Coordinator:
                 self._executor.submit(self._commit, attempt, self._base_step, receipt.step, whole)
         return True
 
+    def deliver_many(self, receipts: tuple[Receipt, ...]) -> tuple[bool, ...]:
+        """`deliver` for each of them: one call of a Keeper with several ranks."""
+        return tuple(self.deliver(receipt) for receipt in receipts)
+
+    def report_delayed(self, attempt: Attempt, step: int, rank: int, reason: str, failing_for_s: float) -> bool:
+        """The store fails a Keeper, which keeps the Snapshot and tries again."""
+        _log.warning(
+            "attempt %s step %d rank %d: not stored for %.0f s: %s", attempt.label, step, rank, failing_for_s, reason
+        )
+        return True
+
     def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
         """A Snapshot that will never be durable: its step is given up."""
         with self._lock:

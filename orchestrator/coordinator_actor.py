@@ -103,6 +103,12 @@ class CoordinatorShell:
     def deliver(self, receipt: Receipt) -> bool:
         return self._coordinator.deliver(receipt)
 
+    def deliver_many(self, receipts: tuple[Receipt, ...]) -> tuple[bool, ...]:
+        return self._coordinator.deliver_many(receipts)
+
+    def report_delayed(self, attempt: Attempt, step: int, rank: int, reason: str, failing_for_s: float) -> bool:
+        return self._coordinator.report_delayed(attempt, step, rank, reason, failing_for_s)
+
     def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
         return self._coordinator.report_failed(attempt, step, rank, reason)
 

@@ -6,7 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["CheckpointConfig", "StoreConfig"]
+__all__ = ["CheckpointConfig", "Fidelity", "LevelRule", "LocalDiskConfig", "StoreConfig"]
+
+Fidelity = Literal["lossless", "bounded", "omit"]
 
 
 class StoreConfig(BaseModel):
@@ -21,6 +23,35 @@ class StoreConfig(BaseModel):
     retries: int = Field(5, ge=0, le=100, description="retries of one transfer, with backoff and jitter")
 
 
+class LocalDiskConfig(BaseModel):
+    """The local-disk Tier of a node: encoded Shards on their way to the store (the spool) and the newest ones kept."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="auto: on where run.url is an object store and the disk has room; on: refuse to start without",
+    )
+    directory: str | None = Field(
+        None, description="where; null: a directory of this Run under the system's temporary one"
+    )
+    max_bytes: int = Field(16 << 30, ge=1 << 20, description="quota of one node for one Run")
+    keep_free_bytes: int = Field(
+        2 << 30, ge=0, description="space left free on that file system, whatever the quota says"
+    )
+    direct_io: bool = Field(True, description="O_DIRECT where the file system takes it; quietly buffered where not")
+
+
+class LevelRule(BaseModel):
+    """How the tensors whose Checkpoint name matches ``pattern`` are kept. The first rule that matches decides."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pattern: str = Field(min_length=1, description="shell pattern over the stored name, e.g. optim.*.exp_avg")
+    level: Literal["L1", "L2", "L3", "L4"] | None = Field(None, description="null: as the built-in table says")
+    fidelity: Fidelity | None = Field(None, description="null: as checkpoint.fidelity and the Level say")
+
+
 class CheckpointConfig(BaseModel):
     """When Checkpoints are saved, how they are encoded and how many are kept."""
 
@@ -29,10 +60,27 @@ class CheckpointConfig(BaseModel):
     every_steps: int | None = Field(None, ge=1, description="fixed cadence in steps; null lets the save policy decide")
     every_s: float = Field(600.0, gt=0, description="cadence of the time policy in seconds, where every_steps is null")
     keep: int = Field(3, ge=1, description="Checkpoints kept (1 and 2 are accepted with a warning)")
+    archive_every_h: float | None = Field(
+        None, gt=0, description="besides `keep`: one Checkpoint of every so many hours is never deleted; null: none"
+    )
+    fidelity: Literal["lossless", "bounded"] = Field(
+        "lossless", description="bounded: optimizer moments may be rounded within `moment_bound`, verified as stored"
+    )
+    moment_bound: float = Field(
+        1e-3, gt=0, le=0.1, description="largest relative L2 error of the next update, for each tensor"
+    )
+    levels: tuple[LevelRule, ...] = Field((), description="rules that come before the built-in table")
     encoding: Literal["raw", "zstd", "shuffle-zstd"] = "shuffle-zstd"
     zstd_level: int = Field(1, ge=-5, le=19)
     frame_bytes: int = Field(1 << 20, ge=1 << 16, le=1 << 26, description="largest raw frame; small chunks use less")
     final_timeout_s: float = Field(600.0, gt=0, description="longest wait for the last Commit before the run fails")
     leave_timeout_s: float = Field(60.0, gt=0, description="longest wait for the Commit of a planned leave")
     orphan_grace_s: float = Field(3600.0, ge=0, description="age at which Shards no Commit names are swept")
+    max_outage_s: float = Field(
+        1800.0, gt=0, description="longest the store may stay away before the run ends (exit code 16)"
+    )
+    max_failed_saves: int | None = Field(
+        None, ge=1, description="saves in a row that may fail before the run ends (exit code 16); null: any number"
+    )
+    local_disk: LocalDiskConfig = LocalDiskConfig()
     store: StoreConfig = StoreConfig()

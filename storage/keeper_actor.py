@@ -56,18 +56,29 @@ class CoordinatorSink:
         self._timeout_s = timeout_s
 
     def deliver(self, receipt: Receipt) -> bool:
-        return self._call(lambda coordinator: coordinator.deliver.remote(receipt))
+        return bool(self._call(lambda coordinator: coordinator.deliver.remote(receipt)))
+
+    def deliver_many(self, receipts: tuple[Receipt, ...]) -> tuple[bool, ...]:
+        taken = self._call(lambda coordinator: coordinator.deliver_many.remote(receipts))
+        return (False,) * len(receipts) if taken is None else tuple(taken)
 
     def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
-        return self._call(lambda coordinator: coordinator.report_failed.remote(attempt, step, rank, reason))
+        return bool(self._call(lambda coordinator: coordinator.report_failed.remote(attempt, step, rank, reason)))
 
-    def _call(self, send: Callable[[Any], Any]) -> bool:
+    def report_delayed(self, attempt: Attempt, step: int, rank: int, reason: str, failing_for_s: float) -> bool:
+        return bool(
+            self._call(
+                lambda coordinator: coordinator.report_delayed.remote(attempt, step, rank, reason, failing_for_s)
+            )
+        )
+
+    def _call(self, send: Callable[[Any], Any]) -> Any | None:
         try:
             coordinator = ray.get_actor(self.coordinator_name, namespace=NAMESPACE)
-            return bool(ray.get(send(coordinator), timeout=self._timeout_s))
+            return ray.get(send(coordinator), timeout=self._timeout_s)
         except (ValueError, RayError) as error:  # get_actor raises ValueError where there is no such actor
             logger.warning("coordinator %s cannot be reached: %s", self.coordinator_name, error)
-            return False
+            return None
 
 
 class KeeperActor:

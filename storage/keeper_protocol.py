@@ -92,8 +92,16 @@ class ReceiptSink(Protocol):
         """True when the coordinator took the Receipt (or has it already, or refuses its old Attempt for good)."""
         ...
 
+    def deliver_many(self, receipts: tuple[Receipt, ...]) -> tuple[bool, ...]:
+        """`deliver` for each of them, in one call."""
+        ...
+
     def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
         """The Snapshot of ``rank`` will never be durable: the step must be given up."""
+        ...
+
+    def report_delayed(self, attempt: Attempt, step: int, rank: int, reason: str, failing_for_s: float) -> bool:
+        """The store has been failing this Keeper for ``failing_for_s``; the Snapshot is kept and tried again."""
         ...
 
 

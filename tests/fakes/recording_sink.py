@@ -18,12 +18,22 @@ class RecordingSink:
         self.num_calls = 0
         self.receipts: list[Receipt] = []
         self.failures: list[tuple[Attempt, int, int, str]] = []
+        self.delays: list[tuple[Attempt, int, int, str, float]] = []
 
     def deliver(self, receipt: Receipt) -> bool:
         if not self._may_take():
             return False
         with self._changed:
             self.receipts.append(receipt)
+            self._changed.notify_all()
+        return True
+
+    def deliver_many(self, receipts: tuple[Receipt, ...]) -> tuple[bool, ...]:
+        return tuple(self.deliver(receipt) for receipt in receipts)
+
+    def report_delayed(self, attempt: Attempt, step: int, rank: int, reason: str, failing_for_s: float) -> bool:
+        with self._changed:
+            self.delays.append((attempt, step, rank, reason, failing_for_s))
             self._changed.notify_all()
         return True
 

@@ -44,6 +44,12 @@ class CoordinatorStandIn:
         self._receipts.append(receipt)
         return True
 
+    def deliver_many(self, receipts: tuple[Receipt, ...]) -> tuple[bool, ...]:
+        return tuple(self.deliver(receipt) for receipt in receipts)
+
+    def report_delayed(self, attempt: Attempt, step: int, rank: int, reason: str, failing_for_s: float) -> bool:
+        raise AssertionError(f"nothing is late here: {attempt} {step} {rank} {reason} {failing_for_s}")
+
     def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
         raise AssertionError(f"nothing fails here: {attempt} {step} {rank} {reason}")
 
