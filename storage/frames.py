@@ -1,38 +1,29 @@
-"""The format of a Shard object: frames back to back, then the index as JSON, then a fixed trailer.
+"""A Shard object: frames back to back, then the index as JSON, then a fixed trailer. Here it is read and checked.
 
 A frame is a run of whole rows along dimension 0, encoded alone, so a reader fetches and checks only the rows it needs.
-Trailer (24 bytes, little endian): index length u64, format version u32, reserved u32, magic of 8 bytes.
+Writing lies in `shard_writer` and is offered here as well, so that the format has one door.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import prod
 
 import xxhash
 from pydantic import ValidationError
 
-from storage.codec import CodecError, decode, digest64, digest128, encode
-from storage.config import CheckpointConfig
+from storage.codec import CodecError, decode, digest128
 from storage.errors import CorruptCheckpoint
-from storage.keys import Attempt
-from storage.manifest import (
-    SHARD_VERSION,
-    AttemptRecord,
-    ChunkIndex,
-    Frame,
-    Level,
-    ShardIndex,
-    ShardRecord,
-)
+from storage.manifest import SHARD_VERSION, ChunkIndex, Frame, ShardIndex, ShardRecord
+from storage.shard_format import MAGIC, TRAILER, TRAILER_BYTES, itemsize_of, num_rows, row_bytes
+from storage.shard_writer import EncodedShard, RawChunk, ShardSink, ShardSummary, encode_shard, write_shard
 
 __all__ = [
     "TRAILER_BYTES",
     "EncodedShard",
     "Fetch",
     "RawChunk",
+    "ShardSink",
+    "ShardSummary",
     "check_index",
     "decode_frame",
     "encode_shard",
@@ -41,140 +32,14 @@ __all__ = [
     "read_index",
     "read_rows",
     "row_bytes",
+    "write_shard",
 ]
 
 Fetch = Callable[[int, int], bytes]
 """``fetch(offset, length)`` gives exactly ``length`` bytes of one Shard object."""
 
-_TRAILER = struct.Struct("<QII8s")
-_MAGIC = b"RAYSUME\n"
-TRAILER_BYTES = _TRAILER.size
-
-_SMALLEST_TARGET = 256 << 10
 _LARGEST_INDEX = 1 << 30
 _LARGEST_FETCH = 64 << 20
-
-_ITEMSIZES = {
-    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
-    "float8_e8m0fnu": 1,
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    "complex128": 16,
-}
-
-
-def itemsize_of(dtype: str) -> int:
-    """Bytes of one element of a torch dtype by its name, e.g. ``bfloat16``. Raises ValueError for an unknown one."""
-    itemsize = _ITEMSIZES.get(dtype)
-    if itemsize is None:
-        raise ValueError(f"dtype {dtype!r} is unknown; known are {', '.join(sorted(_ITEMSIZES))}")
-    return itemsize
-
-
-def num_rows(sizes: Sequence[int]) -> int:
-    """Rows of a chunk along dimension 0. A 0-dim chunk is one row; a chunk without elements has none."""
-    if 0 in sizes:
-        return 0
-    return sizes[0] if sizes else 1
-
-
-def row_bytes(sizes: Sequence[int], itemsize: int) -> int:
-    """Bytes of one row."""
-    return prod(sizes[1:]) * itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawChunk:
-    """One contiguous block of one tensor, row-major, as captured: what `encode_shard` is given."""
-
-    name: str
-    dtype: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    level: Level
-    itemsize: int
-    data: memoryview
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedShard:
-    """A whole Shard object, ready to be stored, and what its ShardRecord needs to say."""
-
-    data: bytes | memoryview
-    index: ShardIndex
-    size: int
-    digest: str
-    index_bytes: int
-    index_digest: str
-
-    def record(self, key: str) -> ShardRecord:
-        """The record of this Shard once it is stored under ``key``."""
-        return ShardRecord(
-            rank=self.index.rank,
-            key=key,
-            size=self.size,
-            digest=self.digest,
-            index_bytes=self.index_bytes,
-            index_digest=self.index_digest,
-        )
-
-
-def encode_shard(
-    chunks: Sequence[RawChunk], *, step: int, attempt: Attempt, rank: int, config: CheckpointConfig
-) -> EncodedShard:
-    """Encode the chunks of one rank in the order given."""
-    content = bytearray()
-    indexes = tuple(_encode_chunk(chunk, content, config) for chunk in chunks)
-    index = ShardIndex(step=step, attempt=AttemptRecord.of(attempt), rank=rank, chunks=indexes)
-    footer = index.model_dump_json().encode()
-    content += footer
-    content += _TRAILER.pack(len(footer), SHARD_VERSION, 0, _MAGIC)
-    return EncodedShard(
-        data=memoryview(content).toreadonly(),
-        index=index,
-        size=len(content),
-        digest=digest128(content),
-        index_bytes=len(footer),
-        index_digest=digest128(footer),
-    )
-
-
-def _encode_chunk(chunk: RawChunk, content: bytearray, config: CheckpointConfig) -> ChunkIndex:
-    raw = chunk.data.cast("B")
-    width, rows = row_bytes(chunk.sizes, chunk.itemsize), num_rows(chunk.sizes)
-    if chunk.itemsize != itemsize_of(chunk.dtype) or len(raw) != rows * width:
-        raise ValueError(
-            f"chunk {chunk.name} of {chunk.dtype} {chunk.sizes} must hold {rows * width} bytes of "
-            f"{itemsize_of(chunk.dtype)}-byte elements, not {len(raw)} of {chunk.itemsize}-byte elements"
-        )
-    target = min(config.frame_bytes, max(_SMALLEST_TARGET, len(raw) // 16))
-    step = max(1, target // width) if rows else 1
-    frames = []
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        part = raw[start * width : stop * width]
-        stored = encode(part, chunk.itemsize, config.encoding, config.zstd_level)
-        frames.append(
-            Frame(
-                rows=(start, stop),
-                offset=len(content),
-                stored_bytes=len(stored),
-                raw_bytes=len(part),
-                digest=digest64(stored),
-            )
-        )
-        content += stored
-    return ChunkIndex(
-        name=chunk.name,
-        dtype=chunk.dtype,
-        offsets=chunk.offsets,
-        sizes=chunk.sizes,
-        level=chunk.level,
-        encoding=config.encoding,
-        raw_digest=digest64(raw),
-        frames=tuple(frames),
-    )
 
 
 def read_index(fetch: Fetch, record: ShardRecord, *, step: int) -> ShardIndex:
@@ -192,8 +57,8 @@ def read_index(fetch: Fetch, record: ShardRecord, *, step: int) -> ShardIndex:
     footer, trailer = tail[: record.index_bytes], tail[record.index_bytes :]
     if digest128(footer) != record.index_digest:
         raise corrupt(f"index hash mismatch: {digest128(footer)}, committed {record.index_digest}")
-    stated, version, reserved, magic = _TRAILER.unpack(trailer)
-    if (stated, version, reserved, magic) != (record.index_bytes, SHARD_VERSION, 0, _MAGIC):
+    stated, version, reserved, magic = TRAILER.unpack(trailer)
+    if (stated, version, reserved, magic) != (record.index_bytes, SHARD_VERSION, 0, MAGIC):
         raise corrupt(f"the trailer is not that of a version {SHARD_VERSION} Shard with this index: {trailer.hex()}")
     try:
         index = ShardIndex.model_validate_json(footer)

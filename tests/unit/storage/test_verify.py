@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import storage.frames
+import storage.shard_writer
 import storage.verify
 from storage.codec import Encoding, encode
 from storage.commit_log import CommitLog
@@ -124,7 +124,7 @@ def test_a_chunk_that_decodes_to_other_bytes_than_were_captured_is_found(monkeyp
     def lying(raw: bytes, itemsize: int, encoding: Encoding, level: int) -> bytes:
         return encode(bytes(len(raw)), itemsize, encoding, level)
 
-    monkeypatch.setattr(storage.frames, "encode", lying)
+    monkeypatch.setattr(storage.shard_writer, "encode", lying)
     store = MemoryStore()
     commit = save(store, 10, world_size=1)
     (problem,) = verify(store, commit).problems
