@@ -6,13 +6,14 @@ has passed its frame's digest.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -27,25 +28,32 @@ from torch.futures import Future
 
 from storage.dcp_writer import named_dtype
 from storage.errors import CorruptCheckpoint, ObjectMissing, StorageError
-from storage.frames import Fetch, read_index, read_rows
+from storage.frames import decode_frame, read_index
 from storage.manifest import ChunkIndex, Manifest, ShardRecord, TensorLayout
 from storage.sources import ShardLocation, ShardSource
-from storage.spans import join_ranges
+from storage.spans import affordable_gap, join_ranges
 
 __all__ = ["ManifestReader"]
 
+T = TypeVar("T")
+
 # One request costs about as long as transferring this many bytes.
 _LARGEST_GAP = 256 << 10
-_LARGEST_SPAN = 32 << 20
+# Gaps up to here are always read across; wider ones as long as all of them stay within this share of what is needed.
+_SMALL_GAP = 16 << 10
+_SPARE_SHARE = 0.02
+_LARGEST_SPAN = 16 << 20
+_SMALLEST_SPAN = 1 << 20
 _ChunkKey = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One read item and the stored chunk that it is cut from."""
+    """One read item, the stored chunk that it is cut from and the tensor that it fills."""
 
     item: ReadItem
     chunk: ChunkIndex
+    target: torch.Tensor
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -54,36 +62,51 @@ class _Part:
         start = self.item.storage_offsets[0]
         return start, start + self.item.lengths[0]
 
-    @property
-    def stored(self) -> tuple[int, int]:
-        """Bytes of the object that the frames of these rows take."""
-        start, stop = self.rows
-        needed = [frame for frame in self.chunk.frames if frame.rows[0] < stop and frame.rows[1] > start]
-        return needed[0].offset, needed[-1].offset + needed[-1].stored_bytes
-
-    def block(self, raw: bytes) -> torch.Tensor:
-        """The rows' bytes as a tensor, cut to the item in the other dimensions."""
+    def take(self, rows: tuple[int, int], raw: bytes | memoryview) -> None:
+        """Copy what this part needs of the decoded ``rows`` of its chunk."""
         block = torch.frombuffer(raw, dtype=named_dtype(self.chunk.dtype))
         if not self.chunk.sizes:
-            return block.view(())
+            self.target.copy_(block.view(self.target.shape))
+            return
         block = block.view(-1, *self.chunk.sizes[1:])
+        first, last = self.rows
+        start, stop = max(first, rows[0]), min(last, rows[1])
+        block = block.narrow(0, start - rows[0], stop - start)
         for dim in range(1, block.ndim):
             block = block.narrow(dim, self.item.storage_offsets[dim], self.item.lengths[dim])
-        return block
+        self.target.narrow(0, start - first, stop - start).copy_(block)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One frame and the parts that need rows of it: fetched once, checked once, decoded once."""
+
+    chunk: ChunkIndex
+    number: int
+    parts: list[_Part]
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        frame = self.chunk.frames[self.number]
+        return frame.offset, frame.offset + frame.stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Bytes ``[start, stop)`` of one Shard and what is in them."""
+    """Bytes ``[start, stop)`` of one Shard and the frames in them."""
 
     record: ShardRecord
     start: int
     stop: int
-    parts: list[_Part]
+    pieces: list[_Piece]
 
 
 class ManifestReader(StorageReader):
-    """Reads from ``manifest`` through ``source``. Each Shard's index is fetched once and kept."""
+    """Reads from ``manifest`` through ``source``. Each Shard's index is fetched once and kept.
+
+    ``memory_bytes`` bounds what all threads together hold of fetched, not yet copied bytes, as long as a frame is
+    smaller than a thread's share.
+    """
 
     def __init__(
         self,
@@ -92,12 +115,15 @@ class ManifestReader(StorageReader):
         source: ShardSource,
         *,
         num_threads: int = 4,
+        memory_bytes: int = 128 << 20,
     ) -> None:
         self._manifest = manifest
         # Made here: DCP would hide an error of read_metadata behind an assertion.
         self._metadata = Metadata({name: _tensor_metadata(layout) for name, layout in manifest.tensors.items()})
         self._source = source
         self._num_threads = num_threads
+        # A thread holds a span and, of it, one decoded frame.
+        self._largest_span = min(_LARGEST_SPAN, max(_SMALLEST_SPAN, memory_bytes // (2 * num_threads)))
         self._locations = {location.rank: location for location in locations}
         self._records = {record.rank: record for record in manifest.shards}
         self._indexes: dict[int, dict[_ChunkKey, ChunkIndex]] = {}
@@ -126,14 +152,18 @@ class ManifestReader(StorageReader):
         return False  # never chosen by path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_rank: dict[int, list[ReadItem]] = {}
+        by_rank: dict[int, list[tuple[ReadItem, torch.Tensor]]] = {}
+        targets: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            targets.append((item, target))
             if 0 not in item.lengths:
-                by_rank.setdefault(self._holder(item), []).append(item)
+                by_rank.setdefault(self._holder(item), []).append((item, target))
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="shard-read") as pool:
-            for jobs in [pool.submit(self._jobs, rank, items) for rank, items in by_rank.items()]:
-                for pending in [pool.submit(self._read, job, planner) for job in jobs.result()]:
-                    pending.result()
+            planned = _results([pool.submit(self._jobs, rank, items) for rank, items in by_rank.items()])
+            _results([pool.submit(self._read, job) for jobs in planned for job in jobs])
+        for item, target in targets:
+            planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -144,38 +174,41 @@ class ManifestReader(StorageReader):
             raise StorageError(f"{name} is no tensor; plain values are in the Manifest's JSON")
         return self._places[name, tuple(item.storage_index.offset)].rank
 
-    def _jobs(self, rank: int, items: list[ReadItem]) -> list[_Job]:
-        """The reads of one Shard, small neighbours joined."""
+    def _jobs(self, rank: int, items: list[tuple[ReadItem, torch.Tensor]]) -> list[_Job]:
+        """The reads of one Shard: each needed frame once, neighbours joined."""
         record = self._records[rank]
-        index = self._index(rank)
-        parts: list[_Part] = []
-        for item in items:
-            name, offsets = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-            chunk = index.get((name, offsets))
-            layout = self._manifest.tensors[name]
-            committed = (layout.dtype, self._places[name, offsets].sizes)
-            if chunk is None or (chunk.dtype, chunk.sizes) != committed:
-                stored = "no chunk" if chunk is None else f"{chunk.dtype} {chunk.sizes}"
-                raise self._corrupt(record, f"its index lists {stored} of {name} at {offsets}, committed {committed}")
-            parts.append(_Part(item, chunk))
-        spans = join_ranges([part.stored for part in parts], largest_gap=_LARGEST_GAP, largest_span=_LARGEST_SPAN)
-        return [_Job(record, span.start, span.stop, [parts[member] for member in span.members]) for span in spans]
+        parts: dict[_ChunkKey, list[_Part]] = {}
+        for item, target in items:
+            key = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
+            parts.setdefault(key, []).append(_Part(item, self._chunk(record, *key), target))
+        pieces = [piece for own in parts.values() for piece in _pieces(own)]
+        ranges = [piece.stored for piece in pieces]
+        needed = sum(stop - start for start, stop in ranges)
+        gap = affordable_gap(ranges, smallest=_SMALL_GAP, largest=_LARGEST_GAP, spare_bytes=int(_SPARE_SHARE * needed))
+        spans = join_ranges(ranges, largest_gap=gap, largest_span=self._largest_span)
+        return [_Job(record, span.start, span.stop, [pieces[member] for member in span.members]) for span in spans]
 
-    def _read(self, job: _Job, planner: LoadPlanner) -> None:
-        record, start = job.record, job.start
-        fetch: Fetch = partial(self._source.read_range, self._location(record))
+    def _chunk(self, record: ShardRecord, name: str, offsets: tuple[int, ...]) -> ChunkIndex:
+        """The chunk in the Shard's own index, which must be what was committed."""
+        chunk = self._index(record.rank).get((name, offsets))
+        committed = (self._manifest.tensors[name].dtype, self._places[name, offsets].sizes)
+        if chunk is None or (chunk.dtype, chunk.sizes) != committed:
+            stored = "no chunk" if chunk is None else f"{chunk.dtype} {chunk.sizes}"
+            raise self._corrupt(record, f"its index lists {stored} of {name} at {offsets}, committed {committed}")
+        return chunk
+
+    def _read(self, job: _Job) -> None:
+        record, step = job.record, self._manifest.step
         try:
-            if len(job.parts) > 1:
-                fetch = _within(fetch(start, job.stop - start), start)
-            for part in job.parts:
-                raw = read_rows(
-                    part.chunk, *part.rows, fetch, step=self._manifest.step, key=record.key, rank=record.rank
-                )
-                target = planner.resolve_tensor(part.item).detach()
-                target.copy_(part.block(raw))
-                planner.commit_tensor(part.item, target)
+            content = memoryview(self._source.read_range(self._location(record), job.start, job.stop - job.start))
         except ObjectMissing as error:
             raise self._corrupt(record, str(error)) from error
+        for piece in job.pieces:
+            start, stop = piece.stored
+            stored = content[start - job.start : stop - job.start]
+            raw = decode_frame(piece.chunk, piece.number, stored, step=step, key=record.key, rank=record.rank)
+            for part in piece.parts:
+                part.take(piece.chunk.frames[piece.number].rows, raw)
 
     def _index(self, rank: int) -> dict[_ChunkKey, ChunkIndex]:
         record = self._records[rank]
@@ -202,9 +235,24 @@ class ManifestReader(StorageReader):
         return CorruptCheckpoint(self._manifest.step, record.key, reason, record.rank)
 
 
-def _within(content: bytes, start: int) -> Fetch:
-    """Reads of an object served from its bytes ``content``, which begin at ``start``."""
-    return lambda offset, length: content[offset - start : offset - start + length]
+def _results(futures: list[concurrent.futures.Future[T]]) -> list[T]:
+    """All results, or the first error; what has not begun by then never does."""
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _pieces(parts: list[_Part]) -> list[_Piece]:
+    """The frames of one chunk that its parts need."""
+    chunk = parts[0].chunk
+    pieces = []
+    for number, frame in enumerate(chunk.frames):
+        needing = [part for part in parts if part.rows[0] < frame.rows[1] and frame.rows[0] < part.rows[1]]
+        if needing:
+            pieces.append(_Piece(chunk, number, needing))
+    return pieces
 
 
 def _tensor_metadata(layout: TensorLayout) -> TensorStorageMetadata:

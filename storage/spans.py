@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Span", "join_ranges"]
+__all__ = ["Span", "affordable_gap", "join_ranges"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,26 @@ class Span:
     start: int
     stop: int
     members: tuple[int, ...]
+
+
+def affordable_gap(ranges: Sequence[tuple[int, int]], *, smallest: int, largest: int, spare_bytes: int) -> int:
+    """The widest gap worth reading across: at least ``smallest``, at most ``largest``, as far as ``spare_bytes`` go.
+
+    These are what all gaps up to the answer may hold together.
+    """
+    gaps: list[int] = []
+    reached = None
+    for start, stop in sorted(ranges):
+        if reached is not None and start > reached:
+            gaps.append(start - reached)
+        reached = stop if reached is None else max(reached, stop)
+    answer = smallest
+    for gap in sorted(gaps):
+        spare_bytes -= gap
+        if gap > largest or spare_bytes < 0:
+            break
+        answer = max(answer, gap)
+    return answer
 
 
 def join_ranges(ranges: Sequence[tuple[int, int]], *, largest_gap: int, largest_span: int) -> list[Span]:

@@ -10,7 +10,7 @@ from storage.config import CheckpointConfig
 from storage.dcp_calls import load_tensors
 from storage.dcp_reader import ManifestReader
 from storage.direct import DirectKeeper
-from storage.errors import StorageError
+from storage.errors import CorruptCheckpoint, StorageError
 from storage.memory_store import MemoryStore
 from storage.object_source import ObjectStoreSource
 from storage.sources import RestorePlan, ShardLocation
@@ -83,3 +83,29 @@ def test_a_shard_that_the_plan_does_not_place_is_an_error() -> None:
     reader = ManifestReader(read_manifest(plan, store), (), ObjectStoreSource(store))
     with pytest.raises(StorageError, match="names no source for the Shard of rank 0"):
         load_tensors({"model.a": torch.ones(3)}, reader, DefaultLoadPlanner())
+
+
+def test_a_large_tensor_comes_in_requests_of_bounded_size() -> None:
+    store = MemoryStore()
+    tensors = {"model.a": torch.randn(4096, 512)}
+    plan = saved(store, tensors)
+    loaded = {"model.a": torch.zeros(4096, 512)}
+    source = CountingSource(store)
+    reader = ManifestReader(read_manifest(plan, store), plan.shards, source, num_threads=2, memory_bytes=4 << 20)
+    load_tensors(loaded, reader, DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+    assert torch.equal(loaded["model.a"], tensors["model.a"])
+    assert len(source.lengths) > 5
+    assert max(source.lengths) <= 1 << 20
+
+
+def test_a_flipped_bit_is_named_and_reaches_no_tensor() -> None:
+    store = MemoryStore()
+    plan = saved(store, {"model.a": torch.ones(300, 4)})
+    key = plan.shards[0].location
+    content = bytearray(store.get(key))
+    content[3] ^= 1
+    store.put(key, bytes(content))
+    loaded = {"model.a": torch.zeros(300, 4)}
+    with pytest.raises(CorruptCheckpoint, match=r"step 1: .*rank 0.*frame 0 .*model\.a: hash mismatch"):
+        load(store, plan, loaded)
+    assert not loaded["model.a"].any()
