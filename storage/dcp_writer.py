@@ -23,7 +23,7 @@ from torch.futures import Future
 from storage.buffer_map import BufferMap
 from storage.errors import StorageError
 from storage.keeper_protocol import BufferLease
-from storage.levels import level_of
+from storage.levels import LevelTable
 from storage.snapshot_format import SnapshotHeader, StagedChunk, assign_offsets, write_header
 
 __all__ = ["TENSORS", "FilledBuffer", "RankPlanner", "SnapshotWriter", "dtype_name", "named_dtype"]
@@ -97,7 +97,8 @@ class FilledBuffer:
 class SnapshotWriter(StorageWriter):
     """Fills one buffer with the Snapshot that ``header`` describes but for its chunks.
 
-    ``lease`` is asked for a buffer of so many bytes; None means there is none, and ``filled`` stays None.
+    ``lease`` is asked for a buffer of so many bytes; None means there is none, and ``filled`` stays None. ``levels``
+    gives each tensor its Level; what it omits is not copied.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class SnapshotWriter(StorageWriter):
         lease: Callable[[int], BufferLease | None],
         give_back: Callable[[BufferLease], None],
         buffers: BufferMap,
+        levels: LevelTable,
     ) -> None:
         self._header = header
+        self._levels = levels
         self._lease = lease
         self._give_back = give_back
         self._buffers = buffers
@@ -133,7 +136,7 @@ class SnapshotWriter(StorageWriter):
         return False  # never chosen by path
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        pairs = [(item, self._chunk(item)) for item in plan.items]
+        pairs = [(item, self._chunk(item)) for item in plan.items if not self._is_omitted(item)]
         kept = [(item, chunk) for item, chunk in pairs if self._is_written(chunk)]
         header, num_bytes = assign_offsets(replace(self._header, chunks=tuple(chunk for _, chunk in kept)))
         lease = self._lease(num_bytes)
@@ -165,9 +168,15 @@ class SnapshotWriter(StorageWriter):
             shape=tuple(data.size),
             offsets=tuple(data.chunk.offsets),
             sizes=sizes,
-            level=level_of(item.index.fqn, dtype_name(dtype)),
+            level=self._levels.treatment(item.index.fqn, dtype_name(dtype)).level,
             num_bytes=math.prod(sizes) * dtype.itemsize,
         )
+
+    def _is_omitted(self, item: WriteItem) -> bool:
+        data = item.tensor_data
+        if data is None:
+            return False
+        return self._levels.treatment(item.index.fqn, dtype_name(data.properties.dtype)).fidelity == "omit"
 
     def _is_written(self, chunk: StagedChunk) -> bool:
         """Empty parts of a tensor are dropped; a tensor that is empty as a whole is named once, by rank 0."""

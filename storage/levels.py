@@ -1,28 +1,92 @@
-"""Which field of the training state is kept at which Level. One table; the first pattern that matches decides.
+"""Which field of the training state is kept at which Level, and how faithfully. One table; the first match decides.
 
-L1 is lossless and the default, so a field nobody thought of is never rounded.
+L1 is exact and the default, so a field nobody thought of is never rounded. What rules a Run may add is checked where
+they are declared; what rounding does is `bounded`'s affair.
+
+L1 core: weights, buffers, step counters, trackers, random state. L2: optimizer moments, exact unless the Run asks for
+bounded. L3 best effort. L4 not stored. L5 is the Checkpoint's JSON (settings, loss, lineage): no tensors, so no rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Final
 
+from storage.config import CheckpointConfig, Fidelity, LevelRule
 from storage.manifest import Level
 
-__all__ = ["level_of"]
+__all__ = ["LevelTable", "Treatment", "level_of"]
 
-_FLOATING = ("float16", "bfloat16", "float32", "float64")
+_FLOATING: Final = ("float16", "bfloat16", "float32", "float64")
+_ROUNDED: Final = "float32"
 
-_TABLE: tuple[tuple[str, Level], ...] = (
-    ("model.*", "L1"),
-    ("optim.*.exp_avg", "L2"),
-    ("optim.*.exp_avg_sq", "L2"),
-    ("*", "L1"),
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """How one tensor is kept. ``omit``: it is not stored at all."""
+
+    level: Level
+    fidelity: Fidelity
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """``bounded``: what ``checkpoint.fidelity: bounded`` rounds."""
+
+    pattern: str
+    level: Level
+    bounded: bool = False
+
+
+_TABLE: Final = (
+    _Row("model.*", "L1"),
+    _Row("optim.*.exp_avg", "L2", bounded=True),
+    _Row("optim.*.exp_avg_sq", "L2", bounded=True),
+    _Row("*", "L1"),
 )
+_EXACT: Final = Treatment("L1", "lossless")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelTable:
+    """The built-in table with the Run's own rules before it."""
+
+    rules: tuple[LevelRule, ...] = ()
+    fidelity: Fidelity = "lossless"
+    _known: dict[tuple[str, str], Treatment] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, config: CheckpointConfig) -> LevelTable:
+        """The table that ``config`` describes."""
+        return cls(rules=config.levels, fidelity=config.fidelity)
+
+    def treatment(self, name: str, dtype: str) -> Treatment:
+        """How the tensor ``name`` of a Checkpoint is kept. Anything that is not floating point is exact and L1."""
+        known = self._known.get((name, dtype))
+        if known is None:  # asked at every save for the same names: matching them costs more than the copy of a few
+            known = self._known[name, dtype] = self._decided(name, dtype)
+        return known
+
+    def _decided(self, name: str, dtype: str) -> Treatment:
+        if dtype not in _FLOATING:
+            return _EXACT
+        row = next(row for row in _TABLE if fnmatchcase(name, row.pattern))
+        rule = next((rule for rule in self.rules if fnmatchcase(name, rule.pattern)), None)
+        if rule is not None and rule.is_omission:
+            return Treatment("L4", "omit")
+        level = row.level if rule is None or rule.level is None else rule.level
+        asked = None if rule is None else rule.fidelity
+        if asked is None:
+            asked = self.fidelity if row.bounded and level == "L2" else "lossless"
+        if asked == "bounded" and dtype != _ROUNDED:
+            asked = "lossless"
+        return Treatment(level, asked)
+
+
+_BUILT_IN: Final = LevelTable()
 
 
 def level_of(name: str, dtype: str) -> Level:
-    """The Level of the tensor called ``name`` in a Checkpoint. Anything that is not floating point is L1."""
-    if dtype not in _FLOATING:
-        return "L1"
-    return next(level for pattern, level in _TABLE if fnmatchcase(name, pattern))
+    """The Level of the tensor called ``name`` by the built-in table alone."""
+    return _BUILT_IN.treatment(name, dtype).level

@@ -15,6 +15,7 @@ from storage.dcp_calls import save_tensors
 from storage.dcp_writer import RankPlanner, SnapshotWriter
 from storage.keeper_protocol import BufferLease, KeeperPort, LeaseRequest, SealedSnapshot
 from storage.keys import Attempt
+from storage.levels import LevelTable
 from storage.snapshot_format import SnapshotHeader
 from workers.snapshot import Capture
 
@@ -43,10 +44,11 @@ class StageResult:
 class Stager:
     """One per process; outlives Attempts, so that mapped pages and the plan stay warm."""
 
-    def __init__(self, keeper: KeeperPort, run_id: str, pid: int) -> None:
+    def __init__(self, keeper: KeeperPort, run_id: str, pid: int, levels: LevelTable | None = None) -> None:
         self._keeper = keeper
         self._run_id = run_id
         self._pid = pid
+        self._levels = LevelTable() if levels is None else levels
         self._buffers = BufferMap()
         self._planner = RankPlanner()
         self._cancelled = threading.Event()
@@ -59,7 +61,7 @@ class Stager:
         """
         sizes: list[int] = []
         header = self._header(capture, attempt=attempt, step=step, rank=rank, world_size=world_size)
-        writer = SnapshotWriter(header, sizes.append, self._give_back, self._buffers)
+        writer = SnapshotWriter(header, sizes.append, self._give_back, self._buffers, self._levels)
         save_tensors(capture.tensors, writer, self._planner)
         if not sizes or sizes[0] <= self._warm_bytes:
             return
@@ -103,7 +105,7 @@ class Stager:
             waited_s = time.monotonic() - asked
             return found
 
-        writer = SnapshotWriter(header, lease, self._give_back, self._buffers)
+        writer = SnapshotWriter(header, lease, self._give_back, self._buffers, self._levels)
         save_tensors(capture.tensors, writer, self._planner)
         stall_s = time.monotonic() - started - waited_s
         if writer.filled is None:

@@ -17,6 +17,7 @@ import torch
 
 from storage.keeper_protocol import KeeperPort
 from storage.keys import Attempt
+from storage.levels import LevelTable
 from workers.contract import AbandonReport, AttemptSpec, CoordinatorPort, Heartbeat, Outcome, Phase, WorkerFacts
 from workers.dataset import TokenDataset
 from workers.errors import AttemptRefused
@@ -48,7 +49,7 @@ class WorkerProcess:
     ) -> None:
         self._settings, self._worker_id, self._node_id = settings, worker_id, node_id
         self._train_loop = train if train_loop is None else train_loop
-        self._stager = Stager(keeper, settings.run_id, os.getpid())
+        self._stager = Stager(keeper, settings.run_id, os.getpid(), LevelTable.of(settings.checkpoint))
         self._pulse = Pulse()
         self._changed = threading.Condition()
         self._parts: WarmParts | None = None
