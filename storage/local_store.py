@@ -1,7 +1,8 @@
 """Objects as files below one directory of a POSIX file system.
 
 A file appears under its name only when it is whole and synced: temporary name in the same folder, fsync, replace, then
-fsync of the folder. Deadlines cannot be kept here: the operating system gives no way to leave a stuck file system call.
+fsync of the folder. What was deleted stays deleted, too: a Commit that came back after a power failure would name
+Shards that are gone. Deadlines cannot be kept here: no stuck call of the operating system can be left.
 """
 
 # ruff: noqa: ARG002 - see the second sentence above
@@ -34,6 +35,7 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(root))
+        self._is_anchored = False
 
     @property
     def url(self) -> str:
@@ -68,11 +70,17 @@ class LocalStore:
             return sorted(self._walk(prefix), key=lambda entry: entry.key)
 
     def delete(self, keys: Sequence[str], *, deadline_s: float = 60.0) -> None:
+        folders: set[Path] = set()
         for key in keys:
             with _naming("delete", key, self.url), contextlib.suppress(FileNotFoundError):
                 path = self._path(key)
                 path.unlink()
-                self._drop_empty_folders(path.parent)
+                folders.add(path.parent)
+        for folder in sorted(folders):
+            with _naming("delete", folder.name, self.url):
+                with contextlib.suppress(FileNotFoundError):  # emptied and removed by another process
+                    _sync_folder(folder)
+                self._drop_empty_folders(folder)
 
     def _path(self, key: str) -> Path:
         if key.startswith("/") or ".." in key.split("/"):
@@ -101,17 +109,20 @@ class LocalStore:
             temporary.unlink(missing_ok=True)
 
     def _sync_folders(self, folder: Path) -> None:
-        """Sync ``folder`` and, since it may be new, every folder above it up to the one that holds the root."""
+        """Sync ``folder`` and, since it may be new, every folder above it up to the one that holds the root.
+
+        The first time those above too, to the mount point: `mkdir` may have made several of them.
+        """
         stop = self._root.parent
-        while True:
-            try:
-                _sync_folder(folder)
-            except PermissionError:
-                if folder != stop:  # the folder above the root may not be ours to read
-                    raise
-            if folder in (stop, folder.parent):
-                return
+        while folder != stop:
+            _sync_folder(folder)
             folder = folder.parent
+        for above in (stop, *stop.parents):
+            with contextlib.suppress(PermissionError):  # the folders above the root may not be ours to read
+                _sync_folder(above)
+            if self._is_anchored or os.path.ismount(above):
+                break
+        self._is_anchored = True
 
     def _walk(self, prefix: str) -> Iterator[ObjectEntry]:
         start = self._path(prefix)
