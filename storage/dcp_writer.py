@@ -26,7 +26,7 @@ from storage.keeper_protocol import BufferLease
 from storage.levels import LevelTable
 from storage.snapshot_format import SnapshotHeader, StagedChunk, assign_offsets, write_header
 
-__all__ = ["TENSORS", "FilledBuffer", "RankPlanner", "SnapshotWriter", "dtype_name", "named_dtype"]
+__all__ = ["TENSORS", "FilledBuffer", "RankPlanner", "SnapshotWriter", "dtype_name", "named_dtype", "staged_chunk"]
 
 # DCP logs every top-level entry of a state dict, which costs more than copying a small tensor: it gets one entry.
 TENSORS = "tensors"
@@ -83,6 +83,24 @@ def _layout(tensor: torch.Tensor) -> object:
         return tensor.dtype, tensor.shape
     mesh = tensor.device_mesh
     return tensor.dtype, tensor.shape, tensor.placements, mesh.shape, tuple(mesh.get_coordinate() or ())
+
+
+def staged_chunk(item: WriteItem, where: str, level: Callable[[str, str], Level]) -> StagedChunk:
+    """What ``item`` will be in a Snapshot; ``level`` is asked with its name and dtype. Raises StorageError: no tensor."""
+    data = item.tensor_data
+    if item.type == WriteItemType.BYTE_IO or data is None:
+        raise StorageError(f"{where}: {item.index.fqn} is no tensor; plain values belong into the state's JSON")
+    dtype = data.properties.dtype
+    sizes = tuple(data.chunk.sizes)
+    return StagedChunk(
+        name=item.index.fqn,
+        dtype=dtype_name(dtype),
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
+        sizes=sizes,
+        level=level(item.index.fqn, dtype_name(dtype)),
+        num_bytes=math.prod(sizes) * dtype.itemsize,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,29 +172,8 @@ class SnapshotWriter(StorageWriter):
         return future
 
     def _chunk(self, item: WriteItem) -> StagedChunk:
-        data = item.tensor_data
-        if item.type == WriteItemType.BYTE_IO or data is None:
-            raise StorageError(
-                f"rank {self._header.rank} step {self._header.step}: {item.index.fqn} is no tensor; "
-                "plain values belong into the state's JSON"
-            )
-        dtype = data.properties.dtype
-        sizes = tuple(data.chunk.sizes)
-        return StagedChunk(
-            name=item.index.fqn,
-            dtype=dtype_name(dtype),
-            shape=tuple(data.size),
-            offsets=tuple(data.chunk.offsets),
-            sizes=sizes,
-            level=self._levels.treatment(item.index.fqn, dtype_name(dtype)).level,
-            num_bytes=math.prod(sizes) * dtype.itemsize,
-        )
-
-    def _is_omitted(self, item: WriteItem) -> bool:
-        data = item.tensor_data
-        if data is None:
-            return False
-        return self._levels.treatment(item.index.fqn, dtype_name(data.properties.dtype)).fidelity == "omit"
+        where = f"rank {self._header.rank} step {self._header.step}"
+        return staged_chunk(item, where, level_of)
 
     def _is_written(self, chunk: StagedChunk) -> bool:
         """Empty parts of a tensor are dropped; a tensor that is empty as a whole is named once, by rank 0."""
