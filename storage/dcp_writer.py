@@ -85,8 +85,8 @@ def _layout(tensor: torch.Tensor) -> object:
     return tensor.dtype, tensor.shape, tensor.placements, mesh.shape, tuple(mesh.get_coordinate() or ())
 
 
-def staged_chunk(item: WriteItem, where: str, level: Callable[[str, str], Level]) -> StagedChunk:
-    """What ``item`` will be in a Snapshot; ``level`` is asked with its name and dtype. Raises StorageError: no tensor."""
+def staged_chunk(item: WriteItem, where: str, levels: LevelTable) -> StagedChunk:
+    """What ``item`` will be in a Snapshot. Raises StorageError, which begins with ``where``, for what is no tensor."""
     data = item.tensor_data
     if item.type == WriteItemType.BYTE_IO or data is None:
         raise StorageError(f"{where}: {item.index.fqn} is no tensor; plain values belong into the state's JSON")
@@ -98,7 +98,7 @@ def staged_chunk(item: WriteItem, where: str, level: Callable[[str, str], Level]
         shape=tuple(data.size),
         offsets=tuple(data.chunk.offsets),
         sizes=sizes,
-        level=level(item.index.fqn, dtype_name(dtype)),
+        level=levels.treatment(item.index.fqn, dtype_name(dtype)).level,
         num_bytes=math.prod(sizes) * dtype.itemsize,
     )
 
@@ -173,7 +173,13 @@ class SnapshotWriter(StorageWriter):
 
     def _chunk(self, item: WriteItem) -> StagedChunk:
         where = f"rank {self._header.rank} step {self._header.step}"
-        return staged_chunk(item, where, level_of)
+        return staged_chunk(item, where, self._levels)
+
+    def _is_omitted(self, item: WriteItem) -> bool:
+        data = item.tensor_data
+        if data is None:
+            return False
+        return self._levels.treatment(item.index.fqn, dtype_name(data.properties.dtype)).fidelity == "omit"
 
     def _is_written(self, chunk: StagedChunk) -> bool:
         """Empty parts of a tensor are dropped; a tensor that is empty as a whole is named once, by rank 0."""
