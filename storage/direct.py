@@ -70,13 +70,13 @@ class DirectKeeper:
             )
         try:
             with map_buffer(lease.path, snapshot.num_bytes) as buffer:
-                receipt = ship_snapshot(snapshot, buffer, self._store, self._config, time.monotonic, lambda: False)
+                receipt = ship_snapshot(snapshot, buffer, self._store, self._config, time.monotonic)
         except StorageError as error:
             self._sink.report_failed(snapshot.attempt, snapshot.step, snapshot.rank, str(error))
             raise
         finally:
             self.release([snapshot.lease_id])
-        if receipt is None or not self._sink.deliver(receipt):
+        if not self._sink.deliver(receipt):
             raise StorageError(f"rank {snapshot.rank} step {snapshot.step}: the Receipt was not taken")
 
     def release(self, lease_ids: Sequence[str]) -> None:

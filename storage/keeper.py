@@ -1,4 +1,4 @@
-"""The Keeper of one node: leases buffers, encodes and uploads sealed Snapshots, and delivers their Receipts.
+"""The Keeper of one node: leases buffers, takes sealed Snapshots over and has them shipped until they are acknowledged.
 
 A plain class without Ray. It decides neither when to save nor what a Checkpoint is: it writes Shards, never a Manifest
 or a Commit. An Attempt below the highest one it has seen is refused.
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -28,30 +27,20 @@ from storage.keeper_protocol import (
     ReceiptSink,
     SealedSnapshot,
 )
-from storage.manifest import Receipt
 from storage.object_store import ObjectStore
-from storage.outbox import Outbox, OutboxMessage
-from storage.shipping import ship_snapshot
+from storage.shipper import Shipper
+from storage.spool import open_spool
 
 __all__ = ["Keeper"]
 
 logger = logging.getLogger(__name__)
 
-_NUM_UPLOADERS: Final = 2
 _REMEMBERED_LEASES: Final = 256
 _DEFAULT_TTL_S: Final = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    """Snapshots of one lane are shipped one at a time, in step order."""
-
-    attempt_number: int
-    rank: int
-
-
 class Keeper:
-    """Implements KeeperPort. Calls return at once, but for the first lease of a size; two threads do the shipping."""
+    """Implements KeeperPort. Calls return at once, but for the first lease of a size; threads do the shipping."""
 
     def __init__(
         self,
@@ -66,25 +55,23 @@ class Keeper:
         build_digest: str = "",
         budget_bytes: int | None = None,
         resend_s: tuple[float, float] = (0.1, 5.0),
+        retry_s: tuple[float, float] = (1.0, 30.0),
     ) -> None:
         self._run_id, self._node_id, self._build_digest = run_id, node_id, build_digest
-        self._store, self._config, self._clock = store, config, clock
+        self._clock = clock
         self._arena = Arena(arena_dir, run_id, budget_bytes)
-        self._outbox = Outbox(sink, self._note_error, first_wait_s=resend_s[0], longest_wait_s=resend_s[1])
-        self._changed = threading.Condition()
-        self._staged: dict[_Lane, list[SealedSnapshot]] = {}
-        self._in_flight: set[_Lane] = set()
+        try:
+            # After the arena, which only one living Keeper can have: the spool of a killed one is ours then.
+            spool = open_spool(config.local_disk, store.url, run_id, node_id)
+        except BaseException:
+            self._arena.close()
+            raise
+        self._shipper = Shipper(store, sink, config, self._arena, spool, clock, resend_s=resend_s, retry_s=retry_s)
+        self._lock = threading.Lock()
         self._sealed_leases: OrderedDict[str, None] = OrderedDict()
         self._newest_attempt = 0
-        self._last_error: str | None = None
         self._is_closed = False
         self._expires_at_s = clock() + _DEFAULT_TTL_S
-        self._uploaders = [
-            threading.Thread(target=self._upload, name=f"keeper-uploader-{number}", daemon=True)
-            for number in range(_NUM_UPLOADERS)
-        ]
-        for uploader in self._uploaders:
-            uploader.start()
 
     def greet(self) -> KeeperGreeting:
         return KeeperGreeting(
@@ -96,25 +83,17 @@ class Keeper:
         )
 
     def status(self) -> KeeperStatus:
-        arena_bytes, unacknowledged = self._arena.used_bytes, self._outbox.num_pending
-        with self._changed:
-            return KeeperStatus(
-                in_flight=len(self._in_flight),
-                staged=sum(len(snapshots) for snapshots in self._staged.values()),
-                unacknowledged=unacknowledged,
-                arena_bytes=arena_bytes,
-                last_error=self._last_error,
-            )
+        return self._shipper.status()
 
     def lease_buffer(self, request: LeaseRequest) -> BufferLease | None:
         """A buffer, or None while one Snapshot of this rank is in flight and one is staged. Safe to ask twice."""
-        with self._changed:
+        with self._lock:
             self._admit("lease", request.run_id, request.attempt.number, request.step, request.rank)
         return self._arena.lease(request)
 
     def seal(self, snapshot: SealedSnapshot) -> None:
         """Take a whole Snapshot over. Safe to repeat when the answer got lost."""
-        with self._changed:
+        with self._lock:
             self._admit("seal", snapshot.run_id, snapshot.attempt.number, snapshot.step, snapshot.rank)
             if snapshot.lease_id in self._sealed_leases:
                 return
@@ -122,10 +101,7 @@ class Keeper:
             self._sealed_leases[snapshot.lease_id] = None
             if len(self._sealed_leases) > _REMEMBERED_LEASES:
                 self._sealed_leases.popitem(last=False)
-            lane = self._staged.setdefault(_Lane(snapshot.attempt.number, snapshot.rank), [])
-            lane.append(snapshot)  # bounded by the arena: two buffers a rank
-            lane.sort(key=lambda staged: staged.step)
-            self._changed.notify_all()
+            self._shipper.take(snapshot)
         logger.info("attempt %s step %d rank %d: sealed", snapshot.attempt.label, snapshot.step, snapshot.rank)
 
     def release(self, lease_ids: Sequence[str]) -> None:
@@ -136,36 +112,33 @@ class Keeper:
 
     def renew(self, ttl_s: float) -> None:
         """The driver is alive: the Keeper may stay for ``ttl_s`` more seconds."""
-        with self._changed:
+        with self._lock:
             self._expires_at_s = self._clock() + ttl_s
 
     @property
     def is_expired(self) -> bool:
-        with self._changed:
+        with self._lock:
             return self._clock() >= self._expires_at_s
 
     def forget_attempts_before(self, number: int) -> None:
         """Fence every Attempt below ``number``: its Snapshots are dropped, its later calls refused."""
-        with self._changed:
+        with self._lock:
             self._fence(number)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until every sealed Snapshot is durable and its Receipt acknowledged (or the failure reported)."""
-        until = time.monotonic() + timeout_s
-        with self._changed:
-            if not self._changed.wait_for(lambda: not (self._staged or self._in_flight), timeout=timeout_s):
-                return False
-        return self._outbox.drain(until - time.monotonic())
+        return self._shipper.flush(timeout_s)
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Stop without flushing and remove the arena. A transfer that is under way is abandoned after ``timeout_s``."""
-        with self._changed:
+    def close(self, timeout_s: float = 5.0, *, keep_unsent: bool = False) -> None:
+        """Stop without flushing and remove the arena. A transfer that is under way is abandoned after ``timeout_s``.
+
+        The Shards on the local disk go too; with ``keep_unsent`` they stay for a successor when any is not durable yet.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
-            self._staged.clear()
-            self._changed.notify_all()
-        self._outbox.close(timeout_s)
-        for uploader in self._uploaders:
-            uploader.join(timeout_s / _NUM_UPLOADERS)
+        self._shipper.close(timeout_s, keep_unsent=keep_unsent)
         self._arena.close()
 
     def _admit(self, verb: str, run_id: str, number: int, step: int, rank: int) -> None:
@@ -184,61 +157,4 @@ class Keeper:
         if number <= self._newest_attempt:
             return
         self._newest_attempt = number
-        for lane in [lane for lane in self._staged if lane.attempt_number < number]:
-            for snapshot in self._staged.pop(lane):
-                logger.info("step %d rank %d: dropped, attempt %d began", snapshot.step, snapshot.rank, number)
-                self._arena.release(snapshot.lease_id)
-        self._outbox.fence(number)
-        self._changed.notify_all()
-
-    def _upload(self) -> None:
-        while (snapshot := self._next()) is not None:
-            lane = _Lane(snapshot.attempt.number, snapshot.rank)
-            message = self._ship(snapshot)
-            if message is not None:
-                self._outbox.put(message)
-            with self._changed:
-                self._in_flight.discard(lane)
-                self._changed.notify_all()
-
-    def _next(self) -> SealedSnapshot | None:
-        with self._changed:
-            while not self._is_closed:
-                for lane, snapshots in self._staged.items():
-                    if lane not in self._in_flight:
-                        snapshot = snapshots.pop(0)
-                        if not snapshots:
-                            del self._staged[lane]
-                        self._in_flight.add(lane)
-                        return snapshot
-                self._changed.wait(timeout=30.0)
-        return None
-
-    def _ship(self, snapshot: SealedSnapshot) -> OutboxMessage | None:
-        """Make one Snapshot durable; the word to the coordinator, or None when its Attempt is over meanwhile."""
-        receipt: Receipt | None = None
-        reason = ""
-        try:
-            buffer = self._arena.open(snapshot.lease_id, snapshot.num_bytes)
-            receipt = ship_snapshot(
-                snapshot, buffer, self._store, self._config, self._clock, lambda: self._is_over(snapshot)
-            )
-        except Exception as error:  # noqa: BLE001 - outer edge of the thread: reported, and the Keeper lives on
-            reason = f"{type(error).__name__}: {error}"
-            logger.warning("step %d rank %d: not durable: %s", snapshot.step, snapshot.rank, reason)
-            self._note_error(f"step {snapshot.step} rank {snapshot.rank}: {reason}")
-        finally:
-            self._arena.release(snapshot.lease_id)
-        if receipt is None and not reason:
-            return None
-        return OutboxMessage(
-            attempt=snapshot.attempt, step=snapshot.step, rank=snapshot.rank, receipt=receipt, reason=reason
-        )
-
-    def _is_over(self, snapshot: SealedSnapshot) -> bool:
-        with self._changed:
-            return self._is_closed or snapshot.attempt.number < self._newest_attempt
-
-    def _note_error(self, text: str) -> None:
-        with self._changed:
-            self._last_error = text
+        self._shipper.fence(number)

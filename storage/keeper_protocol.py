@@ -1,7 +1,8 @@
 """The values that workers, drivers and Keepers exchange. No ray, no torch.
 
 Call order of one save, per rank: 1) worker: `lease_buffer`; 2) worker: one copy into the leased file under /dev/shm;
-3) worker: `seal`; 4) Keeper: encode, upload, Receipt to the coordinator until acknowledged; 5) Keeper: buffer free.
+3) worker: `seal`; 4) Keeper: encode to the local disk, buffer free; 5) upload, read the Shard's end back; 6) Receipt to
+the coordinator until acknowledged. Without a local disk the buffer is free after 5.
 """
 
 from __future__ import annotations
@@ -76,13 +77,23 @@ class KeeperGreeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperStatus:
-    """Counts for people and tests: snapshots in flight and staged, Receipts not acknowledged yet, last failure."""
+    """Counts for people and tests: Snapshots in flight and staged, Receipts not acknowledged yet, last failure.
+
+    ``memory_bytes``: encoded Shards held in memory. ``spool_bytes``: those on the local disk. ``failing_for_s``: since
+    the store's first failure without a success since. ``retries``: uploads begun again after the store had failed them.
+    ``superseded``: Snapshots given up for a newer one while the store was away or the disk full.
+    """
 
     in_flight: int
     staged: int
     unacknowledged: int
     arena_bytes: int
     last_error: str | None
+    memory_bytes: int = 0
+    spool_bytes: int = 0
+    failing_for_s: float = 0.0
+    retries: int = 0
+    superseded: int = 0
 
 
 class ReceiptSink(Protocol):

@@ -1,6 +1,6 @@
-"""One sealed Snapshot to one durable Shard object: check the header, encode, put, and the Receipt that proves it.
+"""The two halves of making a sealed Snapshot durable: encode it into a sink, and put the Shard where it can be proven.
 
-Pure but for the one put: no threads, no leases, no coordinator.
+Pure but for the sink and the store: no threads, no leases, no coordinator, no retries.
 """
 
 from __future__ import annotations
@@ -8,19 +8,93 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from concurrent.futures import Executor
 
+from storage.codec import digest128
 from storage.config import CheckpointConfig
-from storage.errors import StorageError
-from storage.frames import RawChunk, encode_shard
+from storage.errors import ObjectMissing, StorageError, StoreUnavailable
+from storage.frames import TRAILER_BYTES, RawChunk, ShardSink, write_shard
 from storage.keeper_protocol import SealedSnapshot
 from storage.keys import StepKey, shard_key
-from storage.manifest import AttemptRecord, ChunkPlace, Receipt, TensorLayout
+from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardRecord, TensorLayout
 from storage.object_store import ObjectStore
 from storage.snapshot_format import SnapshotHeader, StagedChunk, header_digest, read_header
 
-__all__ = ["ship_snapshot", "tensor_layouts"]
+__all__ = ["MemorySink", "key_of", "ship_snapshot", "tensor_layouts", "upload_shard", "write_snapshot"]
 
 logger = logging.getLogger(__name__)
+
+
+class MemorySink:
+    """Holds one encoded Shard where there is no disk to hold it."""
+
+    def __init__(self) -> None:
+        self._content = bytearray()
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        self._content += data
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._content)
+
+    def view(self) -> memoryview:
+        """What was written. Nothing can be written while a view lives."""
+        return memoryview(self._content).toreadonly()
+
+
+def key_of(snapshot: SealedSnapshot) -> str:
+    """Name of the Shard object that ``snapshot`` becomes."""
+    return shard_key(StepKey(step=snapshot.step, attempt=snapshot.attempt), snapshot.rank)
+
+
+def write_snapshot(
+    snapshot: SealedSnapshot,
+    buffer: memoryview,
+    sink: ShardSink,
+    config: CheckpointConfig,
+    clock: Callable[[], float],
+    pool: Executor | None = None,
+) -> Receipt:
+    """Encode the Snapshot in ``buffer`` to ``sink``. The Receipt is a proof only once `upload_shard` has returned."""
+    started_at_s = clock()
+    header = read_header(buffer)
+    _check_against_seal(snapshot, header, header_digest(buffer))
+    summary = write_shard(
+        [_raw(chunk, buffer) for chunk in header.chunks if math.prod(chunk.sizes)],
+        sink,
+        step=header.step,
+        attempt=header.attempt,
+        rank=header.rank,
+        config=config,
+        pool=pool,
+    )
+    return Receipt(
+        run_id=header.run_id,
+        step=header.step,
+        attempt=AttemptRecord.of(header.attempt),
+        world_size=header.world_size,
+        shard=summary.record(key_of(snapshot)),
+        tensors=tensor_layouts(header),
+        shared_state=header.shared_state,
+        rank_state=header.rank_state,
+        stall_s=snapshot.stall_s,
+        encode_s=clock() - started_at_s,
+    )
+
+
+def upload_shard(
+    store: ObjectStore, receipt: Receipt, data: bytes | memoryview, *, deadline_s: float, clock: Callable[[], float]
+) -> Receipt:
+    """Put the Shard and read its end back on a second path; the Receipt, now true.
+
+    Raises StoreUnavailable when the store gives back another end than was written: then it is not durable.
+    """
+    started_at_s = clock()
+    store.put(receipt.shard.key, data, deadline_s=deadline_s)
+    _read_back(store, receipt.shard, deadline_s)
+    logger.info("step %d rank %d: stored %s", receipt.step, receipt.shard.rank, receipt.shard.key)
+    return receipt.model_copy(update={"upload_s": clock() - started_at_s})
 
 
 def ship_snapshot(
@@ -29,39 +103,11 @@ def ship_snapshot(
     store: ObjectStore,
     config: CheckpointConfig,
     clock: Callable[[], float],
-    is_over: Callable[[], bool],
-) -> Receipt | None:
-    """Encode and put the Snapshot in ``buffer``; None when its Attempt turned out to be over before the put."""
-    header = read_header(buffer)
-    _check_against_seal(snapshot, header, header_digest(buffer))
-    started_at_s = clock()
-    encoded = encode_shard(
-        [_raw(chunk, buffer) for chunk in header.chunks if math.prod(chunk.sizes)],
-        step=header.step,
-        attempt=header.attempt,
-        rank=header.rank,
-        config=config,
-    )
-    encoded_at_s = clock()
-    if is_over():
-        return None
-    key = shard_key(StepKey(step=header.step, attempt=header.attempt), header.rank)
-    store.put(key, encoded.data, deadline_s=config.store.deadline_s)
-    stored_at_s = clock()
-    logger.info("attempt %s step %d rank %d: stored %s", header.attempt.label, header.step, header.rank, key)
-    return Receipt(
-        run_id=header.run_id,
-        step=header.step,
-        attempt=AttemptRecord.of(header.attempt),
-        world_size=header.world_size,
-        shard=encoded.record(key),
-        tensors=tensor_layouts(header),
-        shared_state=header.shared_state,
-        rank_state=header.rank_state,
-        stall_s=snapshot.stall_s,
-        encode_s=encoded_at_s - started_at_s,
-        upload_s=stored_at_s - encoded_at_s,
-    )
+) -> Receipt:
+    """Both halves in one go, through memory."""
+    sink = MemorySink()
+    receipt = write_snapshot(snapshot, buffer, sink, config, clock)
+    return upload_shard(store, receipt, sink.view(), deadline_s=config.store.deadline_s, clock=clock)
 
 
 def tensor_layouts(header: SnapshotHeader) -> dict[str, TensorLayout]:
@@ -80,6 +126,19 @@ def tensor_layouts(header: SnapshotHeader) -> dict[str, TensorLayout]:
             place = ChunkPlace(rank=header.rank, offsets=chunk.offsets, sizes=chunk.sizes)
             layouts[chunk.name] = known.model_copy(update={"chunks": (*known.chunks, place)})
     return layouts
+
+
+def _read_back(store: ObjectStore, shard: ShardRecord, deadline_s: float) -> None:
+    length = shard.index_bytes + TRAILER_BYTES
+    try:
+        end = store.get_range(shard.key, shard.size - length, length, deadline_s=deadline_s)
+    except ObjectMissing as error:
+        raise StoreUnavailable("read back", shard.key, "the object just written is not there") from error
+    found = digest128(end[: shard.index_bytes])
+    if found != shard.index_digest:
+        raise StoreUnavailable(
+            "read back", shard.key, f"its index has digest {found}, {shard.index_digest} was written; stored anew"
+        )
 
 
 def _raw(chunk: StagedChunk, buffer: memoryview) -> RawChunk:

@@ -11,7 +11,7 @@ import xxhash
 
 from storage.buffer_map import map_buffer
 from storage.config import CheckpointConfig
-from storage.errors import StorageError, StoreUnavailable
+from storage.errors import StorageError, StoreRefused
 from storage.keeper import Keeper
 from storage.keeper_protocol import KEEPER_PROTOCOL_VERSION
 from storage.keys import Attempt, StepKey, shard_key
@@ -226,15 +226,15 @@ def test_staged_and_in_flight_snapshots_of_an_older_attempt_come_to_nothing(benc
     assert sink.failures == []
 
 
-def test_a_failing_put_is_reported_and_the_next_save_works(bench: Bench) -> None:
-    store = GatedStore(StoreUnavailable("put", "shards/x", "503 for the sixth time"))
+def test_a_refused_put_is_reported_at_once_and_the_next_save_works(bench: Bench) -> None:
+    store = GatedStore(StoreRefused("put", "shards/x", "403 for good"))
     sink = RecordingSink(refusals=1)
     keeper = bench.keeper(store, sink)
     save(keeper, ones(), attempt=FIRST, step=9, rank=1)
     assert keeper.flush(WAIT_S)
     ((attempt, step, rank, reason),) = sink.failures
     assert (attempt, step, rank) == (FIRST, 9, 1)
-    assert "503 for the sixth time" in reason
+    assert "403 for good" in reason
     assert "step 9 rank 1" in str(keeper.status().last_error)
     save(keeper, ones(), attempt=FIRST, step=10, rank=1)
     assert keeper.flush(WAIT_S)
