@@ -10,14 +10,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from pydantic import ValidationError
+
+from storage.codec import digest128
 from storage.commit_log import CommitLog, uncommitted_steps
 from storage.errors import CorruptCheckpoint, ObjectMissing, StorageError
 from storage.events import utc_text
 from storage.keys import COMMITS, SHARDS, Attempt
 from storage.manifest import Commit, Manifest
+from storage.object_store import ObjectStore
 from storage.sources import RestorePlan, ShardLocation
 
-__all__ = ["plan_restore"]
+__all__ = ["plan_restore", "read_manifest"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,29 @@ def plan_restore(
         return _plan(log, attempt, commit, manifest, allow_partial)
     _refuse_a_silent_fresh_start(log)
     return None
+
+
+def read_manifest(plan: RestorePlan, store: ObjectStore, *, deadline_s: float = 120.0) -> Manifest:
+    """The Manifest that ``plan`` names, checked against the digest in the plan."""
+    key = plan.manifest_key
+    try:
+        data = store.get(key, deadline_s=deadline_s)
+    except ObjectMissing as error:
+        raise CorruptCheckpoint(plan.step, key, "the Manifest is missing") from error
+    if len(data) != plan.manifest_bytes or digest128(data) != plan.manifest_digest:
+        raise CorruptCheckpoint(
+            plan.step,
+            key,
+            f"hash mismatch: {digest128(data)} of {len(data)} bytes, committed {plan.manifest_digest} of "
+            f"{plan.manifest_bytes}",
+        )
+    try:
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError as error:
+        raise CorruptCheckpoint(plan.step, key, f"the Manifest is not valid: {error}") from error
+    if manifest.step_key != plan.source:
+        raise CorruptCheckpoint(plan.step, key, f"this is the Manifest of {manifest.step_key.stem}")
+    return manifest
 
 
 def _exactly(log: CommitLog, step: int, commits: list[Commit]) -> list[Commit]:

@@ -11,17 +11,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from storage.codec import digest128
 from storage.dcp_calls import load_tensors
 from storage.dcp_reader import ManifestReader
 from storage.dcp_writer import named_dtype
-from storage.errors import CorruptCheckpoint, ManifestMismatch, ObjectMissing
+from storage.errors import ManifestMismatch
 from storage.manifest import Manifest, TensorLayout
 from storage.object_source import ObjectStoreSource
 from storage.object_store import ObjectStore
+from storage.restore import read_manifest
 from storage.sources import RestorePlan
 from workers.models import assert_all_filled
 from workers.names import named_parameters, optimizer_names
@@ -86,29 +85,6 @@ def restore(
     for line in lines:
         logger.info("%s", line)
     return RestoreReport(step=manifest.step, bytes_read=source.bytes_read, reseeded=reseeded, lines=tuple(lines))
-
-
-def read_manifest(plan: RestorePlan, store: ObjectStore, *, deadline_s: float = 120.0) -> Manifest:
-    """The Manifest that ``plan`` names, checked against the digest in the plan."""
-    key = plan.manifest_key
-    try:
-        data = store.get(key, deadline_s=deadline_s)
-    except ObjectMissing as error:
-        raise CorruptCheckpoint(plan.step, key, "the Manifest is missing") from error
-    if len(data) != plan.manifest_bytes or digest128(data) != plan.manifest_digest:
-        raise CorruptCheckpoint(
-            plan.step,
-            key,
-            f"hash mismatch: {digest128(data)} of {len(data)} bytes, committed {plan.manifest_digest} of "
-            f"{plan.manifest_bytes}",
-        )
-    try:
-        manifest = Manifest.model_validate_json(data)
-    except ValidationError as error:
-        raise CorruptCheckpoint(plan.step, key, f"the Manifest is not valid: {error}") from error
-    if manifest.step_key != plan.source:
-        raise CorruptCheckpoint(plan.step, key, f"this is the Manifest of {manifest.step_key.stem}")
-    return manifest
 
 
 class _Loader:
