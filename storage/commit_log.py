@@ -1,6 +1,8 @@
 """The record of which Checkpoints exist: append, fence, list, take out of use.
 
-Which Checkpoint exists is asked here and nowhere else, never of a listing of Shards. One process per Run appends.
+Which Checkpoint exists is asked here and nowhere else, never of a listing of Shards. One process per Run appends; each
+process writes under names of its own (a writer nonce), so a restarted one overwrites nothing. Fencing does not need a
+create-only store: see `CommitLog.append`.
 """
 
 from __future__ import annotations
@@ -13,24 +15,47 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from storage.codec import digest128
-from storage.errors import CommitRefused, CorruptCheckpoint, ObjectExists, ObjectMissing, StorageError
+from storage.errors import (
+    CommitRefused,
+    CorruptCheckpoint,
+    ObjectExists,
+    ObjectMissing,
+    StorageError,
+    StoreUnavailable,
+)
 from storage.keys import (
     COMMITS,
+    MANIFESTS,
     QUARANTINE,
     SHARDS,
+    RecordKey,
     StepKey,
     commit_key,
     manifest_key,
+    new_nonce,
+    parse_record_key,
     parse_shard_key,
     parse_step_key,
     quarantine_key,
 )
 from storage.manifest import AttemptRecord, Commit, Manifest, QuarantineRecord
+from storage.merge import manifest_problem
 from storage.object_store import ObjectEntry, ObjectStore
 
-__all__ = ["CommitLog", "CommitScan", "StoredManifest", "effective_history", "uncommitted_steps"]
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "MAX_RECORD_BYTES",
+    "CommitLog",
+    "CommitScan",
+    "StoredManifest",
+    "effective_history",
+    "uncommitted_steps",
+]
 
 logger = logging.getLogger(__name__)
+
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_RECORD_BYTES = 64 << 10  # a Commit or quarantine record; a real one has under 2 KiB
 
 
 class StoredManifest(NamedTuple):
@@ -53,7 +78,9 @@ def effective_history(commits: Iterable[Commit], quarantined: Iterable[StepKey] 
     """The Commits that are the Run's history, by step.
 
     A newer Attempt that went on from step b made every older Attempt's Commit beyond b void, also when its own Commits
-    are quarantined by now. Of one step the highest Attempt counts.
+    are quarantined by now. Of one step the highest Attempt counts. Two writers of one Attempt (a coordinator and
+    the one that took its place) may both have committed one StepKey: both Commits are whole and name the same Shards,
+    and the one whose writer sorts first counts, so that every reader takes the same.
     """
     unusable = set(quarantined)
     by_attempt: dict[int, list[Commit]] = {}
@@ -62,7 +89,7 @@ def effective_history(commits: Iterable[Commit], quarantined: Iterable[StepKey] 
     history: dict[int, Commit] = {}
     limit: int | None = None
     for number in sorted(by_attempt, reverse=True):
-        for commit in sorted(by_attempt[number], key=lambda commit: commit.step_key, reverse=True):
+        for commit in sorted(by_attempt[number], key=lambda commit: (-commit.step, commit.step_key, _writer(commit))):
             if commit.step_key in unusable or (limit is not None and commit.step > limit):
                 continue
             history.setdefault(commit.step, commit)
@@ -71,16 +98,23 @@ def effective_history(commits: Iterable[Commit], quarantined: Iterable[StepKey] 
     return [history[step] for step in sorted(history)]
 
 
+def _writer(commit: Commit) -> str:
+    return commit.writer or ""
+
+
 class CommitLog:
     """The Commits, Manifests and quarantine records of one Run. ``run_id`` None accepts the records of any Run.
 
     Listings are always fresh; only the content of Commits, which never changes under its name, is remembered.
+    ``writer`` stands in the names of all that this log writes and is its own: a fresh one for every writing process.
     """
 
-    def __init__(self, store: ObjectStore, run_id: str | None) -> None:
+    def __init__(self, store: ObjectStore, run_id: str | None, *, writer: str | None = None) -> None:
         self.store = store
         self.run_id = run_id
+        self.writer = writer or new_nonce()
         self._known: dict[str, Commit] = {}
+        self._named: set[str] = set()  # Manifests of ours that a Commit may name: an append may fail and yet arrive
         self._warned: set[str] = set()
 
     def commits(self) -> list[Commit]:
@@ -102,50 +136,142 @@ class CommitLog:
         foreign: list[str] = []
         unreadable: list[str] = []
         for entry in self.store.list(COMMITS):
-            step_key = parse_step_key(entry.key)
-            if step_key is None or commit_key(step_key) != entry.key:
+            record = parse_record_key(entry.key, COMMITS)
+            if record is None:
                 foreign.append(entry.key)
                 continue
             try:
-                commits.append(self._read(entry, step_key))
+                commits.append(self._read(entry, record))
             except ObjectMissing:  # un-committed since the listing
                 continue
             except ValueError:
                 unreadable.append(entry.key)
         self._warn_once(foreign + unreadable)
         return CommitScan(
-            commits=tuple(sorted(commits, key=lambda commit: commit.step_key)), unreadable=tuple(unreadable)
+            commits=tuple(sorted(commits, key=lambda commit: (commit.step_key, _writer(commit)))),
+            unreadable=tuple(unreadable),
         )
 
-    def append(self, commit: Commit) -> None:
-        """Write ``commit``, the last write of a save. Raises CommitRefused when a newer Attempt has committed."""
+    def append(self, commit: Commit) -> Commit:
+        """Write ``commit``, the last write of a save; returns the Commit that counts. Raises CommitRefused.
+
+        Refused when a newer Attempt, or another writer of this Attempt at a later step, has committed; an equal Commit
+        of another writer is returned instead of written twice. After the write the log is listed once more: a Commit
+        that a newer Attempt made void meanwhile is taken back. What remains possible without create-only writes: a
+        writer that is stopped between the two listings leaves a void Commit until it runs again or a newer Attempt
+        sweeps it. No reader takes it for history, so that it costs space, never a wrong resume.
+        """
         self._check_run(commit.run_id, f"Commit of step {commit.step}")
-        key, content = commit_key(commit.step_key), commit.model_dump_json().encode()
+        if commit.manifest_key != manifest_key(commit.step_key, self.writer):
+            raise CommitRefused(f"step {commit.step}: {commit.manifest_key} is no Manifest of this writer's")
+        for key in self._rivals(commit):
+            twin = self._equal_twin(key, commit)
+            if twin is not None:
+                return twin
+        self._named.add(commit.manifest_key)
+        try:
+            self.store.create(commit.object_key, commit.model_dump_json().encode())
+        except ObjectExists as error:
+            return self._unless_changed(commit, error)
+        self._take_back_if_void(commit)
+        return commit
+
+    def _unless_changed(self, commit: Commit, cause: Exception) -> Commit:
+        try:
+            stored = Commit.model_validate_json(self.store.get(commit.object_key))
+        except ValidationError:
+            stored = None
+        if stored is None or stored.model_copy(update={"time_utc": commit.time_utc}) != commit:
+            raise CommitRefused(f"{commit.object_key} exists already with other content; it stays") from cause
+        return stored
+
+    def _rivals(self, commit: Commit) -> list[str]:
+        """Keys of other writers' Commits of the same StepKey. Raises CommitRefused where ``commit`` comes too late."""
+        twins = []
         for entry in self.store.list(COMMITS):
-            other = parse_step_key(entry.key)
-            if other is None or other.attempt == commit.step_key.attempt:
+            record = parse_record_key(entry.key, COMMITS)
+            if record is None or entry.key == commit.object_key:
                 continue
-            if other.attempt.number >= commit.attempt.number:
+            other = record.step_key
+            if other.attempt == commit.step_key.attempt:
+                if other.step > commit.step and record.writer != commit.writer:
+                    raise CommitRefused(
+                        f"step {commit.step} of attempt {other.attempt.label} is not committed: another process drives "
+                        f"this attempt and has committed step {other.step}; stop this one"
+                    )
+                if other == commit.step_key:
+                    twins.append(entry.key)
+            elif other.attempt.number >= commit.attempt.number:
                 raise CommitRefused(
                     f"step {commit.step} of attempt {commit.step_key.attempt.label} is not committed: attempt "
                     f"{other.attempt.label} has committed step {other.step}; another driver owns the run, stop this one"
                 )
+        return twins
+
+    def _equal_twin(self, key: str, commit: Commit) -> Commit | None:
+        """Another writer's Commit at ``key`` if it names the same Shards; None when it cannot be read."""
         try:
-            self.store.create(key, content)
-        except ObjectExists as error:
-            if self.store.get(key) != content:
-                raise CommitRefused(f"{key} exists already with other content; it stays as it is") from error
+            twin = Commit.model_validate_json(self.store.get(key))
+            theirs, ours = self.read_manifest(twin).shards, self.read_manifest(commit).shards
+        except (ObjectMissing, ValueError, CorruptCheckpoint) as error:
+            logger.warning("%s is of another process and cannot be read: %s", key, error)
+            return None
+        if theirs != ours:
+            raise CommitRefused(
+                f"step {commit.step} of attempt {commit.step_key.attempt.label} is not committed: {key} of another "
+                "process names other Shards under the same keys; it stays"
+            )
+        return twin
+
+    def _take_back_if_void(self, commit: Commit) -> None:
+        try:
+            commits = self.scan().commits
+        except StoreUnavailable as error:
+            # Durable already: the fence before the write let it pass.
+            logger.warning("step %d is committed, the look after it failed: %s", commit.step, error)
+            return
+        newer = [other for other in commits if other.attempt.number > commit.attempt.number]
+        if not newer or commit.step_key in {kept.step_key for kept in effective_history([*commits, commit])}:
+            return
+        self.store.delete([commit.object_key])
+        raise CommitRefused(
+            f"step {commit.step} of attempt {commit.step_key.attempt.label} is taken back: attempt "
+            f"{newer[-1].step_key.attempt.label} committed step {newer[-1].step} meanwhile; another driver owns the run"
+        )
 
     def write_manifest(self, manifest: Manifest) -> StoredManifest:
-        """Store ``manifest``. It is real only once a Commit names it."""
+        """Store ``manifest``. It is real only once a Commit names it; one that a Commit may name is not overwritten."""
         self._check_run(manifest.run_id, f"Manifest of step {manifest.step}")
-        key, content = manifest_key(manifest.step_key), manifest.model_dump_json().encode()
-        self.store.put(key, content)
+        key, content = manifest_key(manifest.step_key, self.writer), manifest.model_dump_json().encode()
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise CommitRefused(
+                f"step {manifest.step}: its Manifest has {len(content)} bytes, at most {MAX_MANIFEST_BYTES} can be read"
+            )
+        if key in self._named:
+            content = self._unchanged(key, manifest)
+        else:
+            try:
+                self.store.create(key, content)
+            except ObjectExists:  # left by our own save that failed before its Commit
+                self.store.put(key, content)
         return StoredManifest(key, len(content), digest128(content))
+
+    def _unchanged(self, key: str, manifest: Manifest) -> bytes:
+        content = self.store.get(key)
+        if Manifest.model_validate_json(content).model_copy(update={"time_utc": manifest.time_utc}) != manifest:
+            raise CommitRefused(f"step {manifest.step}: a Commit may name {key}, which has other content; it stays")
+        return content
 
     def read_manifest(self, commit: Commit) -> Manifest:
         """The Manifest that ``commit`` names, its digest checked. Raises CorruptCheckpoint, also when it is missing."""
         key = commit.manifest_key
+        if commit.manifest_bytes > MAX_MANIFEST_BYTES:
+            raise CorruptCheckpoint(
+                commit.step, key, f"committed with {commit.manifest_bytes} bytes, at most {MAX_MANIFEST_BYTES} are read"
+            )
+        sizes = {entry.key: entry.size for entry in self.store.list(MANIFESTS)}
+        if sizes.get(key, 0) > commit.manifest_bytes:  # seen before a byte of it is held
+            raise CorruptCheckpoint(commit.step, key, f"{sizes[key]} bytes, committed {commit.manifest_bytes}")
         try:
             content = self.store.get(key)
         except ObjectMissing as error:
@@ -162,6 +288,9 @@ class CommitLog:
             raise StorageError(f"{key} is whole but in a format this version cannot read: {error}") from error
         if manifest.step_key != commit.step_key or manifest.run_id != commit.run_id:
             raise CorruptCheckpoint(commit.step, key, f"it describes {manifest.step_key.stem} of {manifest.run_id}")
+        problem = manifest_problem(manifest)
+        if problem is not None:
+            raise CorruptCheckpoint(commit.step, key, problem)
         return manifest
 
     def quarantine(self, step_key: StepKey, object_key: str, reason: str, time_utc: str) -> None:
@@ -177,24 +306,35 @@ class CommitLog:
 
     def quarantined_keys(self) -> list[StepKey]:
         """Which Checkpoints are out of use; the names of the records say it, whatever their content."""
-        keys = (parse_step_key(entry.key) for entry in self.store.list(QUARANTINE))
-        return [key for key in keys if key is not None]
+        records = (parse_record_key(entry.key, QUARANTINE) for entry in self.store.list(QUARANTINE))
+        return [record.step_key for record in records if record is not None]
 
     def quarantined(self) -> dict[StepKey, QuarantineRecord]:
         """Every quarantine record by Checkpoint."""
         return {key: self._read_quarantine(key) for key in self.quarantined_keys()}
 
     def uncommit(self, step_key: StepKey) -> None:
-        """Make a Checkpoint cease to exist. Its bytes may be deleted afterwards, never before."""
-        self.store.delete([commit_key(step_key)])
+        """Make a Checkpoint cease to exist, whoever committed it. Its bytes may be deleted afterwards, never before."""
+        listed = [entry.key for entry in self.store.list(COMMITS) if _is_of(entry.key, COMMITS, step_key)]
+        # By name too: some listings show a record only after a while.
+        known = [key for key, commit in self._known.items() if commit.step_key == step_key]
+        self.store.delete(sorted({*listed, *known, commit_key(step_key, self.writer)}))
 
-    def _read(self, entry: ObjectEntry, step_key: StepKey) -> Commit:
+    def manifest_keys(self, step_key: StepKey) -> list[str]:
+        """Every Manifest of ``step_key``, by whatever writer."""
+        return [entry.key for entry in self.store.list(MANIFESTS) if _is_of(entry.key, MANIFESTS, step_key)]
+
+    def _read(self, entry: ObjectEntry, record: RecordKey) -> Commit:
         known = self._known.get(entry.key)
         if known is not None:
             return known
+        if entry.size > MAX_RECORD_BYTES:
+            raise ValueError(f"{entry.key} has {entry.size} bytes, at most {MAX_RECORD_BYTES} are read")
         commit = Commit.model_validate_json(self.store.get(entry.key))
-        if commit.step_key != step_key or self.run_id not in (None, commit.run_id):
+        if commit.step_key != record.step_key or self.run_id not in (None, commit.run_id):
             raise ValueError(f"{entry.key} holds the Commit of {commit.step_key.stem} of run {commit.run_id}")
+        if commit.manifest_key != manifest_key(record.step_key, record.writer):
+            raise ValueError(f"{entry.key} names {commit.manifest_key}, which is not its Manifest")
         self._known[entry.key] = commit
         return commit
 
@@ -221,6 +361,11 @@ class CommitLog:
         if new:
             self._warned.update(new)
             logger.warning("%s: ignored, not a valid record of this run: %s", self.store.url, ", ".join(new))
+
+
+def _is_of(key: str, folder: str, step_key: StepKey) -> bool:
+    record = parse_record_key(key, folder)
+    return record is not None and record.step_key == step_key
 
 
 def uncommitted_steps(store: ObjectStore, shards: Iterable[ObjectEntry] | None = None) -> list[StepKey]:

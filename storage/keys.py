@@ -20,12 +20,14 @@ __all__ = [
     "SHARDS",
     "SUMMARY",
     "Attempt",
+    "RecordKey",
     "StepKey",
     "commit_key",
     "journal_key",
     "lease_key",
     "manifest_key",
     "new_nonce",
+    "parse_record_key",
     "parse_shard_key",
     "parse_step_key",
     "quarantine_key",
@@ -43,9 +45,12 @@ EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
 RUN = "run.json"
 
-_STEP_KEY = re.compile(r"step-(?P<step>\d{10})\.a(?P<number>\d{6})-(?P<nonce>[0-9a-f]{8})\.json\Z")
+# ASCII digits only: \d would take other scripts' digits for ours.
+_STEP_KEY = re.compile(
+    r"step-(?P<step>[0-9]{10})\.a(?P<number>[0-9]{6})-(?P<nonce>[0-9a-f]{8})(?:\.w(?P<writer>[0-9a-f]{8}))?\.json\Z"
+)
 _SHARD_KEY = re.compile(
-    r"shards/step-(?P<step>\d{10})/a(?P<number>\d{6})-(?P<nonce>[0-9a-f]{8})/rank-(?P<rank>\d{5,})\.shard\Z"
+    r"shards/step-(?P<step>[0-9]{10})/a(?P<number>[0-9]{6})-(?P<nonce>[0-9a-f]{8})/rank-(?P<rank>[0-9]{5,12})\.shard\Z"
 )
 _NONCE = re.compile(r"[0-9a-f]{8}\Z")
 
@@ -95,14 +100,26 @@ class StepKey:
         return f"step-{self.step:010d}.{self.attempt.label}"
 
 
-def commit_key(key: StepKey) -> str:
-    """Name of the Commit record of ``key``."""
-    return f"{COMMITS}{key.stem}.json"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordKey:
+    """What the name of a stored record says: its Checkpoint, and the writing process (None in the first format)."""
+
+    step_key: StepKey
+    writer: str | None
 
 
-def manifest_key(key: StepKey) -> str:
-    """Name of the Manifest of ``key``."""
-    return f"{MANIFESTS}{key.stem}.json"
+def commit_key(key: StepKey, writer: str | None = None) -> str:
+    """Name of the Commit of ``key`` by the process with the nonce ``writer``; None: as the first format had it."""
+    return f"{COMMITS}{_record_stem(key, writer)}.json"
+
+
+def manifest_key(key: StepKey, writer: str | None = None) -> str:
+    """Name of the Manifest of ``key`` by the process with the nonce ``writer``; None: as the first format had it."""
+    return f"{MANIFESTS}{_record_stem(key, writer)}.json"
+
+
+def _record_stem(key: StepKey, writer: str | None) -> str:
+    return key.stem if writer is None else f"{key.stem}.w{writer}"
 
 
 def quarantine_key(key: StepKey) -> str:
@@ -132,17 +149,29 @@ def lease_key(nonce: str) -> str:
 
 def parse_step_key(name: str) -> StepKey | None:
     """Identity in a Commit, Manifest or quarantine name (any folder), or None when the name is not ours."""
-    match = _STEP_KEY.search(name.rpartition("/")[2])
+    record = _parse_record_name(name.rpartition("/")[2])
+    return None if record is None else record.step_key
+
+
+def parse_record_key(key: str, folder: str) -> RecordKey | None:
+    """What the whole key of a record directly in ``folder`` says, or None when it is not exactly one of our names."""
+    return _parse_record_name(key.removeprefix(folder)) if key.startswith(folder) else None
+
+
+def _parse_record_name(name: str) -> RecordKey | None:
+    match = _STEP_KEY.match(name)
     if match is None:
         return None
     attempt = Attempt(number=int(match["number"]), nonce=match["nonce"])
-    return StepKey(step=int(match["step"]), attempt=attempt)
+    return RecordKey(step_key=StepKey(step=int(match["step"]), attempt=attempt), writer=match["writer"])
 
 
 def parse_shard_key(key: str) -> tuple[StepKey, int] | None:
-    """Identity and rank in the name of a Shard object, or None when the name is not ours."""
+    """Identity and rank in the name of a Shard object, or None when the name is not exactly one of ours."""
     match = _SHARD_KEY.match(key)
     if match is None:
         return None
     attempt = Attempt(number=int(match["number"]), nonce=match["nonce"])
-    return StepKey(step=int(match["step"]), attempt=attempt), int(match["rank"])
+    step_key, rank = StepKey(step=int(match["step"]), attempt=attempt), int(match["rank"])
+    # rank-000007 names no rank of ours: 7 is written rank-00007
+    return (step_key, rank) if shard_key(step_key, rank) == key else None

@@ -5,14 +5,17 @@ Pure data: no store is read or written here. Every count and size is bounded bef
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
-from storage.keys import Attempt, StepKey
+from storage.keys import MANIFESTS, Attempt, StepKey, commit_key, parse_record_key
 
 __all__ = [
     "MANIFEST_VERSION",
+    "MAX_CHUNKS",
+    "MAX_RANKS",
     "SHARD_VERSION",
     "AttemptRecord",
     "ChunkIndex",
@@ -25,12 +28,15 @@ __all__ = [
     "ProbeRecord",
     "QuarantineRecord",
     "Receipt",
+    "RowBlocks",
     "ShardIndex",
     "ShardRecord",
     "TensorLayout",
     "Tier",
 ]
 
+MAX_CHUNKS: Final = 1 << 20
+MAX_RANKS: Final = 1_000_000
 MANIFEST_VERSION: Final = 1
 SHARD_VERSION: Final = 1
 
@@ -137,13 +143,45 @@ class ChunkPlace(_Record):
     sizes: Shape
 
 
+class RowBlocks(_Record):
+    """Chunks of a regular cut, in short: ``size`` rows of dimension ``dim`` each, the last one what is left.
+
+    Block i is in the Shard of rank ``first_rank + i * rank_step``. Reads as the sequence of its ChunkPlaces, made one
+    by one: 10,000 ranks times thousands of tensors would fill gigabytes written out.
+    """
+
+    shape: Shape
+    dim: Annotated[int, Field(ge=0, lt=16)]
+    size: Annotated[int, Field(ge=1, lt=1 << 62)]
+    first_rank: Size
+    rank_step: Size
+
+    def __len__(self) -> int:
+        return -(-self.shape[self.dim] // self.size)
+
+    def __getitem__(self, index: int) -> ChunkPlace:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.size
+        num = min(self.size, self.shape[self.dim] - start)
+        # Checked as a whole: see storage.layout.
+        return ChunkPlace.model_construct(
+            rank=self.first_rank + index * self.rank_step,
+            offsets=tuple(start if dim == self.dim else 0 for dim in range(len(self.shape))),
+            sizes=(*self.shape[: self.dim], num, *self.shape[self.dim + 1 :]),
+        )
+
+    def __iter__(self) -> Iterator[ChunkPlace]:  # type: ignore[override]  # not the fields: the chunks
+        return map(self.__getitem__, range(len(self)))
+
+
 class TensorLayout(_Record):
-    """The full tensor ``name`` and the chunks that cover it exactly once."""
+    """The full tensor ``name`` and the chunks that cover it exactly once, one by one or as the rule that makes them."""
 
     dtype: Name
     shape: Shape
     level: Level
-    chunks: tuple[ChunkPlace, ...]
+    chunks: Annotated[tuple[ChunkPlace, ...], Field(max_length=MAX_CHUNKS)] | RowBlocks
 
 
 class LedgerRange(_Record):
@@ -194,10 +232,10 @@ class Manifest(_Record):
     attempt: AttemptRecord
     world_size: Annotated[int, Field(ge=1, le=1_000_000)]
     time_utc: str
-    shards: tuple[ShardRecord, ...]
-    tensors: dict[Name, TensorLayout]
+    shards: Annotated[tuple[ShardRecord, ...], Field(max_length=MAX_RANKS)]
+    tensors: Annotated[dict[Name, TensorLayout], Field(max_length=MAX_CHUNKS)]
     shared_state: dict[str, JsonValue]
-    rank_states: tuple[dict[str, JsonValue], ...]
+    rank_states: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=MAX_RANKS)]
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     ledger: LedgerRange | None = None
     probe: ProbeRecord | None = None
@@ -212,7 +250,7 @@ class Manifest(_Record):
 
 
 class Commit(_Record):
-    """The single record that makes a Manifest real.
+    """The single record that makes a Manifest real. Its writer is the one that stands in ``manifest_key``.
 
     ``base_step`` is the step its Attempt resumed from (0: from scratch). A Commit of an older Attempt at a step above
     a newer Attempt's base_step is no longer part of the Run's history.
@@ -234,6 +272,17 @@ class Commit(_Record):
     @property
     def step_key(self) -> StepKey:
         return StepKey(step=self.step, attempt=self.attempt.value())
+
+    @property
+    def writer(self) -> str | None:
+        """The process that wrote Manifest and Commit, by its nonce; None in the first format."""
+        record = parse_record_key(self.manifest_key, MANIFESTS)
+        return None if record is None else record.writer
+
+    @property
+    def object_key(self) -> str:
+        """The name this Commit is stored under."""
+        return commit_key(self.step_key, self.writer)
 
 
 class QuarantineRecord(_Record):

@@ -6,7 +6,7 @@ A Checkpoint is un-committed before its first byte goes. Objects whose names are
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 
 from storage.commit_log import CommitLog
 from storage.keys import (
@@ -14,7 +14,7 @@ from storage.keys import (
     SHARDS,
     Attempt,
     StepKey,
-    manifest_key,
+    parse_record_key,
     parse_shard_key,
     parse_step_key,
     shard_prefix,
@@ -22,25 +22,30 @@ from storage.keys import (
 from storage.manifest import Commit
 from storage.object_store import ObjectStore
 
-__all__ = ["sweep", "sweep_orphans", "sweep_void"]
+__all__ = ["sweep", "sweep_orphans", "sweep_uploads", "sweep_void"]
 
 logger = logging.getLogger(__name__)
 
 
 def sweep(store: ObjectStore, log: CommitLog, commits: Sequence[Commit]) -> None:
     """Delete these Checkpoints, one after the other; dying half-way leaves orphans, never a broken Checkpoint."""
-    for commit in commits:
-        log.uncommit(commit.step_key)
-        num_objects = len(_delete_objects(store, commit.step_key))
-        logger.info("deleted checkpoint of step %d (%d objects)", commit.step, num_objects)
+    for key in dict.fromkeys(commit.step_key for commit in commits):
+        log.uncommit(key)
+        num_objects = len(_delete_objects(store, log, key))
+        logger.info("deleted checkpoint of step %d (%d objects)", key.step, num_objects)
 
 
-def sweep_void(store: ObjectStore, log: CommitLog, live_attempt: Attempt) -> list[Commit]:
-    """Delete Commits of older Attempts that are no longer history, once ``live_attempt`` has made the newest Commit."""
+def sweep_void(
+    store: ObjectStore, log: CommitLog, live_attempt: Attempt, in_use: Collection[StepKey] = ()
+) -> list[Commit]:
+    """Delete Commits of older Attempts that are no longer history, once ``live_attempt`` has made the newest Commit.
+
+    Those ``in_use`` stay: ranks may be reading them.
+    """
     history = log.commits()
     if not history or history[-1].step_key.attempt != live_attempt:
         return []
-    kept = {commit.step_key for commit in history}
+    kept = {commit.step_key for commit in history} | set(in_use)
     void = [
         commit
         for commit in log.all_commits()
@@ -61,39 +66,58 @@ def sweep_orphans(
     grace_s: float,
     now_s: float,
 ) -> list[str]:
-    """Delete Shards and Manifests of Attempts older than ``live_attempt`` that no Commit names; returns their keys.
+    """Delete Shards and Manifests that no Commit names and none will; returns their keys.
 
-    An orphan goes once it has been seen for ``grace_s``. Stores tell no age we could trust across machines, so the
-    caller keeps ``seen_at_s`` (times on its monotonic clock) between calls.
+    Those are the ones of Attempts older than ``live_attempt``, which need not have committed anything, and its own of
+    steps before its newest Commit. An orphan goes once it has been seen for ``grace_s``: the driver of an older Attempt
+    may still be about to commit it. ``live_attempt``'s own driver never is, so its earlier Attempts' go at once. Stores
+    tell no age we could trust across machines, so the caller keeps ``seen_at_s`` (times on its monotonic clock).
     """
-    orphans = _orphans(store, live_attempt)
+    present = _step_keys(store)
     # Asked after the listing: what was committed in between is no orphan.
     scan = log.scan()
-    orphans -= {commit.step_key for commit in scan.commits}
+    committed = {commit.step_key for commit in scan.commits}
     # A Commit that cannot be read may still be repaired: its bytes stay.
-    orphans -= {key for name in scan.unreadable if (key := parse_step_key(name)) is not None}
+    committed |= {key for name in scan.unreadable if (key := parse_step_key(name)) is not None}
+    newest = max((key.step for key in committed if key.attempt == live_attempt), default=-1)
+    orphans = {key for key in present - committed if _is_over(key, live_attempt, newest)}
     for key in [key for key in seen_at_s if key not in orphans]:
         del seen_at_s[key]
     deleted: list[str] = []
     for key in sorted(orphans):
-        if now_s - seen_at_s.setdefault(key, now_s) >= grace_s:
-            deleted += _delete_objects(store, key)
-            del seen_at_s[key]
+        is_ours = key.attempt.nonce == live_attempt.nonce and key.attempt.number < live_attempt.number
+        if is_ours or now_s - seen_at_s.setdefault(key, now_s) >= grace_s:
+            deleted += _delete_objects(store, log, key)
+            seen_at_s.pop(key, None)
     if deleted:
         logger.info("deleted %d objects that no commit names", len(deleted))
     return deleted
 
 
-def _orphans(store: ObjectStore, live_attempt: Attempt) -> set[StepKey]:
+def sweep_uploads(store: ObjectStore, *, older_than_s: float) -> None:
+    """Abort multipart uploads of Shards that nobody will finish: begun longer ago than any upload may take."""
+    abort = getattr(store, "abort_uploads", None)
+    if abort is not None:
+        abort(SHARDS, older_than_s=older_than_s)
+
+
+def _is_over(key: StepKey, live_attempt: Attempt, newest_step: int) -> bool:
+    if key.attempt == live_attempt:
+        # Ranks ship their Snapshots in step order, so a step that was overtaken by a Commit is never made whole.
+        return key.step < newest_step
+    return key.attempt.number < live_attempt.number
+
+
+def _step_keys(store: ObjectStore) -> set[StepKey]:
     shards = (parse_shard_key(entry.key) for entry in store.list(SHARDS))
     keys = {parsed[0] for parsed in shards if parsed is not None}
-    manifests = ((entry.key, parse_step_key(entry.key)) for entry in store.list(MANIFESTS))
-    keys |= {key for name, key in manifests if key is not None and manifest_key(key) == name}
-    return {key for key in keys if key.attempt.number < live_attempt.number}
+    manifests = (parse_record_key(entry.key, MANIFESTS) for entry in store.list(MANIFESTS))
+    return keys | {record.step_key for record in manifests if record is not None}
 
 
-def _delete_objects(store: ObjectStore, key: StepKey) -> list[str]:
+def _delete_objects(store: ObjectStore, log: CommitLog, key: StepKey) -> list[str]:
+    # Manifests last: while one is left, an interrupted sweep is seen and taken up again.
     names = [entry.key for entry in store.list(shard_prefix(key)) if parse_shard_key(entry.key) is not None]
-    names.append(manifest_key(key))
+    names += log.manifest_keys(key)
     store.delete(names)
     return names

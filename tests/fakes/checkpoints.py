@@ -17,6 +17,7 @@ from storage.object_store import ObjectStore
 RUN = "run"
 COLUMNS = 16
 TIME = "2026-01-01T00:00:00.000Z"
+WRITER = "0000cafe"
 
 
 def attempt(number: int = 1) -> Attempt:
@@ -127,4 +128,4 @@ def save(
     """A whole committed Checkpoint of ``step``."""
     parts = prepare(step, by=by, world_size=world_size, base_step=base_step, metric=metric)
     write_shards(store, parts)
-    return commit_parts(CommitLog(store, RUN), parts)
+    return commit_parts(CommitLog(store, RUN, writer=WRITER), parts)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from storage.commit_log import CommitLog, effective_history, uncommitted_steps
 from storage.errors import CommitRefused, CorruptCheckpoint, ObjectExists, StorageError
-from storage.keys import StepKey, commit_key, manifest_key
+from storage.keys import StepKey, commit_key
 from storage.manifest import Commit
 from storage.memory_store import MemoryStore
-from tests.fakes.checkpoints import RUN, TIME, attempt, commit_parts, prepare, save, write_shards
+from tests.fakes.checkpoints import RUN, TIME, WRITER, attempt, commit_parts, prepare, save, write_shards
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def log(store: MemoryStore) -> CommitLog:
-    return CommitLog(store, RUN)
+    return CommitLog(store, RUN, writer=WRITER)
 
 
 def steps(log: CommitLog) -> list[int]:
@@ -166,7 +166,7 @@ def test_appending_the_same_commit_again_is_no_error_but_other_content_is(store:
 def test_a_commit_is_created_not_overwritten(store: MemoryStore, log: CommitLog) -> None:
     commit = save(store, 10)
     with pytest.raises(ObjectExists):
-        store.create(commit_key(commit.step_key), b"")
+        store.create(commit.object_key, b"")
     assert log.latest() == commit
 
 
@@ -197,7 +197,7 @@ def test_a_damaged_manifest_is_named(store: MemoryStore, log: CommitLog, damage:
         store.put(commit.manifest_key, damaged)
     with pytest.raises(CorruptCheckpoint, match=reason) as caught:
         log.read_manifest(commit)
-    assert caught.value.key == manifest_key(commit.step_key)
+    assert caught.value.key == commit.manifest_key
 
 
 def test_a_manifest_of_a_later_format_is_not_called_corrupt(store: MemoryStore, log: CommitLog) -> None:

@@ -69,9 +69,9 @@ def test_replicated_chunks_are_kept_from_the_lowest_rank() -> None:
     ("boxes", "complaint"),
     [
         ([((0, 0), (2, 4)), ((3, 0), (1, 4))], r"tensor w .*has a gap: 12 of 16"),
-        ([((0, 0), (3, 4)), ((2, 0), (2, 4))], r"tensor w: .*overlap"),
+        ([((0, 0), (3, 4)), ((2, 0), (2, 4))], r"tensor w is covered twice: .*overlap"),
         # as large as the tensor together, yet an overlap and a gap
-        ([((0, 0), (2, 4)), ((1, 0), (2, 4))], r"tensor w: .*overlap"),
+        ([((0, 0), (2, 4)), ((1, 0), (2, 4))], r"tensor w is covered twice: .*overlap"),
         ([((0, 0), (4, 4)), ((4, 0), (1, 4))], r"tensor w .*reaches outside"),
         ([((0,), (4,))], r"tensor w has 2 dimensions"),
         ([], r"tensor w .*has a gap"),

@@ -10,7 +10,7 @@ import pytest
 from storage.commit_log import CommitLog
 from storage.errors import CorruptCheckpoint, ObjectMissing, StorageError, StoreRefused, StoreUnavailable
 from storage.frames import num_rows, read_index, read_rows
-from storage.keys import commit_key, shard_key
+from storage.keys import shard_key
 from storage.memory_store import MemoryStore
 from storage.object_store import ObjectEntry
 from storage.restore import plan_restore
@@ -176,7 +176,7 @@ def test_when_every_commit_is_bad_the_run_does_not_start_over(store: MemoryStore
 
 def test_only_unreadable_commit_records_do_not_start_over(store: MemoryStore) -> None:
     commit = save(store, 10)
-    store.put(commit_key(commit.step_key), b"{torn")
+    store.put(commit.object_key, b"{torn")
     with pytest.raises(StorageError, match="unreadable record"):
         plan(store)
 
