@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Final, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = ["CheckpointConfig", "Fidelity", "LevelRule", "LocalDiskConfig", "StoreConfig"]
 
@@ -18,13 +19,25 @@ _OPTIMIZER: Final = "optim."
 class StoreConfig(BaseModel):
     """How the object store is reached. Credentials come from the environment, never from here."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     endpoint_url: str | None = Field(None, description="S3 endpoint for stores other than AWS (else AWS_ENDPOINT_URL)")
-    deadline_s: float = Field(
-        120.0, gt=0, description="longest one transfer may take before it is given up and retried"
+    addressing: Literal["auto", "path", "virtual"] = Field(
+        "auto", description="bucket in the path or in the host name; auto: path where an endpoint is given"
     )
+    deadline_s: float = Field(
+        30.0, gt=0, description="longest wait for an answer; a large transfer gets its bytes over min_bytes_per_s more"
+    )
+    min_bytes_per_s: float = Field(2e6, gt=0, description="slowest transfer that is waited for")
     retries: int = Field(5, ge=0, le=100, description="retries of one transfer, with backoff and jitter")
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _holds_no_credentials(cls, value: str | None) -> str | None:
+        parts = urlsplit(value or "")
+        if "@" in parts.netloc or parts.query:
+            raise ValueError("credentials do not belong in the endpoint: set them in the environment")
+        return value
 
 
 class LocalDiskConfig(BaseModel):

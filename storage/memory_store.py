@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from storage.errors import ObjectExists, ObjectMissing, StoreUnavailable
+from storage.object_keys import checked_name, inside
 from storage.object_store import ObjectEntry
 
 __all__ = ["MemoryStore"]
@@ -28,11 +29,13 @@ class MemoryStore:
         return self._url
 
     def put(self, key: str, data: bytes | memoryview, *, deadline_s: float = 60.0) -> None:
+        checked_name(key, self._url)
         content = bytes(data)
         with self._lock:
             self._objects[key] = content
 
     def create(self, key: str, data: bytes, *, deadline_s: float = 60.0) -> None:
+        checked_name(key, self._url)
         content = bytes(data)
         with self._lock:
             if key in self._objects:
@@ -40,6 +43,7 @@ class MemoryStore:
             self._objects[key] = content
 
     def get(self, key: str, *, deadline_s: float = 60.0) -> bytes:
+        inside(key, self._url)
         with self._lock:
             content = self._objects.get(key)
         if content is None:
@@ -53,6 +57,7 @@ class MemoryStore:
         return part
 
     def list(self, prefix: str, *, deadline_s: float = 60.0) -> list[ObjectEntry]:
+        inside(prefix, self._url)
         with self._lock:
             found = [
                 ObjectEntry(key=key, size=len(content))
@@ -65,3 +70,6 @@ class MemoryStore:
         with self._lock:
             for key in keys:
                 self._objects.pop(key, None)
+
+    def abort_uploads(self, prefix: str, *, older_than_s: float, deadline_s: float = 60.0) -> int:
+        return 0

@@ -1,16 +1,17 @@
 """The small interface through which every stored byte passes, and `open_store`, which picks an implementation by URL.
 
-Keys are relative to the store's root URL and never start with a slash. Listings are never cached. Every call has its
-own deadline: some servers let a put hang for ever, whatever the client's read time-out says.
+Keys are relative to the store's root URL and never start with a slash. Listings are never cached. Every call has a
+deadline of its own, because some servers let a put hang for ever: ``deadline_s`` is the longest wait for a sign of
+life, and a large transfer is given the time its bytes need on top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-__all__ = ["ObjectEntry", "ObjectStore"]
+__all__ = ["ObjectEntry", "ObjectStore", "ResumesPuts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,4 +52,25 @@ class ObjectStore(Protocol):
 
     def delete(self, keys: Sequence[str], *, deadline_s: float = 60.0) -> None:
         """Remove objects; a key that is already gone is no error."""
+        ...
+
+    def abort_uploads(self, prefix: str, *, older_than_s: float, deadline_s: float = 60.0) -> int:
+        """Remove what interrupted puts of keys under ``prefix`` left behind and nobody sees; returns how many.
+
+        An upload that began less than ``older_than_s`` ago may be going on and stays. No object is ever touched.
+        """
+        ...
+
+
+@runtime_checkable
+class ResumesPuts(Protocol):
+    """A store in which a failed put leaves parts behind that the next put of the key goes on from."""
+
+    @property
+    def num_retries(self) -> int:
+        """Requests that were sent again inside one call."""
+        ...
+
+    def give_up(self, key: str, *, deadline_s: float = 10.0) -> None:
+        """Nobody will try the put of ``key`` again: remove its parts. Never raises; what stays is logged."""
         ...

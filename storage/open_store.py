@@ -30,14 +30,14 @@ def open_store(url: str, config: StoreConfig | None = None) -> ObjectStore:
 def _open(url: str, config: StoreConfig) -> ObjectStore:
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return LocalStore(url)
+        return LocalStore(url, min_bytes_per_s=config.min_bytes_per_s)
     match scheme:
         case "file":
-            return LocalStore(rest)
+            return LocalStore(rest, min_bytes_per_s=config.min_bytes_per_s)
         case "memory":
             with _memory_lock:
                 return _memory_stores.setdefault(rest.strip("/"), MemoryStore(rest.strip("/")))
         case "s3" | "s3a":
             return S3Store(url, config)
         case _:
-            return FsspecStore(url)
+            return FsspecStore(url, min_bytes_per_s=config.min_bytes_per_s)

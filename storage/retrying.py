@@ -1,4 +1,4 @@
-"""Bounded retries with exponential backoff and jitter round any store.
+"""Bounded retries with exponential backoff and full jitter round any store.
 
 Only failures that another try may cure are retried: never a missing or existing object, never a refusal.
 """
@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from storage.errors import ObjectExists, StoreRefused, StoreUnavailable
-from storage.object_store import ObjectEntry, ObjectStore
+from storage.errors import ObjectExists, StorageError, StoreRefused, StoreUnavailable
+from storage.object_store import ObjectEntry, ObjectStore, ResumesPuts
 
-__all__ = ["RetryingStore"]
+__all__ = ["RetryingStore", "backoff_s"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
-class RetryingStore:
-    """An ObjectStore whose calls are tried ``retries`` times more. ``deadline_s`` bounds each single try.
+def backoff_s(retry: int, *, first_s: float, longest_s: float, rng: random.Random) -> float:
+    """Wait before retry number ``retry`` (from 0): evenly drawn below ``first_s * 2**retry``, at most ``longest_s``.
 
-    Before retry n the wait is drawn evenly from the upper half of ``first_delay_s * 2**n``, at most ``max_delay_s``.
+    Full jitter: many ranks that failed together must not come back together.
     """
+    return rng.uniform(0.0, min(longest_s, first_s * 2.0 ** min(retry, 32)))
+
+
+class RetryingStore:
+    """An ObjectStore whose calls are tried ``retries`` times more. ``deadline_s`` bounds each single try."""
 
     def __init__(
         self,
@@ -33,7 +39,7 @@ class RetryingStore:
         *,
         retries: int,
         deadline_s: float = 60.0,
-        first_delay_s: float = 0.2,
+        first_delay_s: float = 0.4,
         max_delay_s: float = 10.0,
         sleep: Callable[[float], None] = time.sleep,
         rng: random.Random | None = None,
@@ -45,13 +51,31 @@ class RetryingStore:
         self._max_delay_s = max_delay_s
         self._sleep = sleep
         self._rng = rng or random.Random()
+        self._num_retries = 0
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
         return self._inner.url
 
+    @property
+    def inner(self) -> ObjectStore:
+        """The store without retries."""
+        return self._inner
+
+    @property
+    def num_retries(self) -> int:
+        """Calls and single parts that had to be sent again since this store was opened."""
+        inner = self._inner.num_retries if isinstance(self._inner, ResumesPuts) else 0
+        return self._num_retries + inner
+
     def put(self, key: str, data: bytes | memoryview, *, deadline_s: float | None = None) -> None:
-        self._try(lambda limit: self._inner.put(key, data, deadline_s=limit), deadline_s)
+        try:
+            self._try(lambda limit: self._inner.put(key, data, deadline_s=limit), deadline_s)
+        except StoreUnavailable:
+            if isinstance(self._inner, ResumesPuts):
+                self._inner.give_up(key)
+            raise
 
     def create(self, key: str, data: bytes, *, deadline_s: float | None = None) -> None:
         tries = 0
@@ -80,6 +104,12 @@ class RetryingStore:
     def delete(self, keys: Sequence[str], *, deadline_s: float | None = None) -> None:
         self._try(lambda limit: self._inner.delete(keys, deadline_s=limit), deadline_s)
 
+    def abort_uploads(self, prefix: str, *, older_than_s: float, deadline_s: float | None = None) -> int:
+        def abort(limit: float) -> int:
+            return self._inner.abort_uploads(prefix, older_than_s=older_than_s, deadline_s=limit)
+
+        return self._try(abort, deadline_s)
+
     def _try(self, call: Callable[[float], T], deadline_s: float | None) -> T:
         limit = self._deadline_s if deadline_s is None else deadline_s
         retry = 0
@@ -91,11 +121,12 @@ class RetryingStore:
             except StoreUnavailable as error:
                 if retry >= self._retries:
                     raise
-                delay_s = self._delay_s(retry)
+                self._wait(error, retry)
                 retry += 1
-                logger.warning("%s; retry %d of %d in %.2f s", error, retry, self._retries, delay_s)
-                self._sleep(delay_s)
 
-    def _delay_s(self, retry: int) -> float:
-        full = min(self._max_delay_s, self._first_delay_s * 2.0 ** min(retry, 32))
-        return full * self._rng.uniform(0.5, 1.0)
+    def _wait(self, error: StorageError, retry: int) -> None:
+        delay_s = backoff_s(retry, first_s=self._first_delay_s, longest_s=self._max_delay_s, rng=self._rng)
+        with self._lock:
+            self._num_retries += 1
+        logger.warning("%s; retry %d of %d in %.2f s", error, retry + 1, self._retries, delay_s)
+        self._sleep(delay_s)

@@ -23,6 +23,7 @@ from storage.errors import ObjectExists, StoreRefused, StoreUnavailable
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from storage.restore import plan_restore
+from storage.retrying import RetryingStore
 from storage.s3_store import S3Store
 from storage.verify import verify_commit
 from tests.fakes.checkpoints import RUN, attempt, save
@@ -88,7 +89,7 @@ def bucket(client: Any) -> str:
 
 @pytest.fixture
 def config(endpoint: str) -> StoreConfig:
-    return StoreConfig(endpoint_url=endpoint, retries=0)
+    return StoreConfig(endpoint_url=endpoint, retries=0, min_bytes_per_s=1e8)
 
 
 class TestConformance(ObjectStoreConformance):
@@ -121,13 +122,14 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_whole(bucket: str, confi
 
 
 @pytest.mark.parametrize("failing", ["upload_part", "complete_multipart_upload", "stall"])
-def test_a_failed_multipart_upload_publishes_nothing_and_leaves_no_parts(
+def test_a_multipart_upload_that_is_given_up_publishes_nothing_and_leaves_no_parts(
     bucket: str, config: StoreConfig, client: Any, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import asyncio
 
-    store = S3Store(f"s3://{bucket}/run", config, multipart_bytes=20 * _MIB)
-    filesystem = store._filesystem()
+    inner = S3Store(f"s3://{bucket}/run", config, multipart_bytes=20 * _MIB)
+    store = RetryingStore(inner, retries=0)
+    filesystem = inner._filesystem()
     real = filesystem._call_s3
 
     async def call(method: str, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +141,7 @@ def test_a_failed_multipart_upload_publishes_nothing_and_leaves_no_parts(
 
     monkeypatch.setattr(filesystem, "_call_s3", call)
     with pytest.raises(StoreUnavailable):
-        store.put("large", bytes(36 * _MIB), deadline_s=3.0)
+        store.put("large", bytes(36 * _MIB), deadline_s=1.0)
     assert store.list("") == []
     assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket)
 
