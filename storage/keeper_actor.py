@@ -5,12 +5,15 @@ A thin shell: everything it does is storage.keeper's. The only file of storage t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import ray
 import xxhash
@@ -37,8 +40,13 @@ __all__ = ["NAMESPACE", "CoordinatorSink", "KeeperActor", "KeeperClient", "ensur
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 NAMESPACE: Final = "raysume"
-_NUM_THREADS: Final = 16
+_MAX_CALLS: Final = 256  # calls on the event loop at a time; each costs a coroutine, not a thread
+_NUM_CALLS: Final = 4
+_NUM_LEASES: Final = 8
+_NUM_WAITS: Final = 2
 _CLAIM_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.1
 
@@ -75,14 +83,19 @@ class CoordinatorSink:
     def _call(self, send: Callable[[Any], Any]) -> Any | None:
         try:
             coordinator = ray.get_actor(self.coordinator_name, namespace=NAMESPACE)
-            return ray.get(send(coordinator), timeout=self._timeout_s)
-        except (ValueError, RayError) as error:  # get_actor raises ValueError where there is no such actor
+            # Not ray.get, which takes any thread of an async actor for its event loop and warns of blocking it.
+            return send(coordinator).future().result(timeout=self._timeout_s)
+        except (ValueError, TimeoutError, RayError) as error:  # ValueError: there is no actor of that name
             logger.warning("coordinator %s cannot be reached: %s", self.coordinator_name, error)
             return None
 
 
 class KeeperActor:
-    """The shell round a Keeper. Ends its process when no driver has renewed it for its time to live."""
+    """The shell round a Keeper. Ends its process when no driver has renewed it for its time to live.
+
+    An async actor: Ray runs each call on one event loop, where nothing may block. Calls that take locks or touch disks
+    run in threads, in three groups, so that neither long waits nor first leases of a size keep a seal from its turn.
+    """
 
     def __init__(
         self,
@@ -94,45 +107,49 @@ class KeeperActor:
         coordinator_name: str,
         ttl_s: float,
     ) -> None:
+        self._calls = ThreadPoolExecutor(_NUM_CALLS, thread_name_prefix="keeper-call")
+        self._leases = ThreadPoolExecutor(_NUM_LEASES, thread_name_prefix="keeper-lease")
+        self._waits = ThreadPoolExecutor(_NUM_WAITS, thread_name_prefix="keeper-wait")
         self._sink = CoordinatorSink(coordinator_name)
         self._keeper = self._start(run_id, node_id, root_url, config, identity)
         self._keeper.renew(ttl_s)
         self._is_closed = threading.Event()
         threading.Thread(target=self._watch, args=(min(1.0, ttl_s / 4),), name="keeper-watch", daemon=True).start()
 
-    def greet(self) -> KeeperGreeting:
+    async def greet(self) -> KeeperGreeting:
         return self._keeper.greet()
 
-    def lease_buffer(self, request: LeaseRequest) -> BufferLease | None:
-        return self._keeper.lease_buffer(request)
+    async def lease_buffer(self, request: LeaseRequest) -> BufferLease | None:
+        return await _in(self._leases, self._keeper.lease_buffer, request)
 
-    def seal(self, snapshot: SealedSnapshot) -> None:
-        self._keeper.seal(snapshot)
+    async def seal(self, snapshot: SealedSnapshot) -> None:
+        await _in(self._calls, self._keeper.seal, snapshot)
 
-    def release(self, lease_ids: Sequence[str]) -> None:
-        self._keeper.release(lease_ids)
+    async def release(self, lease_ids: Sequence[str]) -> None:
+        await _in(self._calls, self._keeper.release, lease_ids)
 
-    def status(self) -> KeeperStatus:
-        return self._keeper.status()
+    async def status(self) -> KeeperStatus:
+        return await _in(self._calls, self._keeper.status)
 
-    def renew(self, ttl_s: float) -> None:
-        self._keeper.renew(ttl_s)
+    async def renew(self, ttl_s: float) -> None:
+        await _in(self._calls, self._keeper.renew, ttl_s)
 
-    def attend(self, coordinator_name: str, ttl_s: float) -> None:
+    async def attend(self, coordinator_name: str, ttl_s: float) -> None:
         """A new driver took over: Receipts go to its coordinator from now on."""
         self._sink.coordinator_name = coordinator_name
-        self._keeper.renew(ttl_s)
+        await self.renew(ttl_s)
 
-    def forget_attempts_before(self, number: int) -> None:
-        self._keeper.forget_attempts_before(number)
+    async def forget_attempts_before(self, number: int) -> None:
+        await _in(self._calls, self._keeper.forget_attempts_before, number)
 
-    def flush(self, timeout_s: float) -> bool:
-        return self._keeper.flush(timeout_s)
+    async def flush(self, timeout_s: float) -> bool:
+        """Waits ``timeout_s`` from the moment it has a thread: two may wait at a time, further ones wait for those."""
+        return await _in(self._waits, self._keeper.flush, timeout_s)
 
-    def close(self) -> None:
-        """Remove the arena; the caller kills the actor next."""
+    async def close(self, *, keep_unsent: bool = False) -> None:
+        """Remove the arena and the local-disk spool (see Keeper.close); the caller kills the actor next."""
         self._is_closed.set()
-        self._keeper.close()
+        await _in(self._calls, partial(self._keeper.close, keep_unsent=keep_unsent))
 
     def _start(self, run_id: str, node_id: str, root_url: str, config: CheckpointConfig, identity: str) -> Keeper:
         until = time.monotonic() + _CLAIM_TIMEOUT_S
@@ -150,9 +167,14 @@ class KeeperActor:
     def _watch(self, every_s: float) -> None:
         while not self._is_closed.wait(every_s):
             if self._keeper.is_expired:
-                logger.warning("no driver renewed this Keeper: it removes its arena and ends")
-                self._keeper.close()
+                logger.warning("no driver renewed this Keeper: it removes its arena, keeps unsent Shards, and ends")
+                self._keeper.close(keep_unsent=True)
                 os._exit(0)  # a detached actor has no owner to end it; nothing is left to run down
+
+
+async def _in(pool: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
+    """The result of a blocking call, made in one of ``pool``'s threads."""
+    return await asyncio.get_running_loop().run_in_executor(pool, call, *arguments)
 
 
 class KeeperClient:
@@ -253,7 +275,7 @@ def _create(name: str, node_id: str, arguments: tuple[Any, ...]) -> Any:
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
-            max_concurrency=_NUM_THREADS,
+            max_concurrency=_MAX_CALLS,
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
             runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
@@ -286,7 +308,7 @@ def _retire(handle: Any, name: str, timeout_s: float) -> None:
     try:
         if not ray.get(handle.flush.remote(timeout_s / 2), timeout=timeout_s):
             logger.warning("%s: replaced although not everything it holds is durable", name)
-        ray.get(handle.close.remote(), timeout=timeout_s)
+        ray.get(handle.close.remote(keep_unsent=True), timeout=timeout_s)
     except RayError as error:
         logger.warning("%s: replaced without a flush: %s", name, type(error).__name__)
     ray.kill(handle, no_restart=True)

@@ -51,6 +51,12 @@ class RecordingSink:
             if not self._changed.wait_for(lambda: self.num_calls >= number, timeout_s):
                 raise AssertionError(f"{self.num_calls} deliveries tried, {number} expected")
 
+    def wait_for_delays(self, number: int, timeout_s: float = 20.0) -> None:
+        """Return once ``number`` delays were told."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.delays) >= number, timeout_s):
+                raise AssertionError(f"{len(self.delays)} delays told, {number} expected")
+
     def _may_take(self) -> bool:
         with self._changed:
             self.num_calls += 1

@@ -1,0 +1,404 @@
+"""The Keeper with a local disk: what is on it when, what a killed Keeper leaves, what happens while the store is away.
+
+Real: Keepers with their threads, spool files, shared memory, SIGKILL of a process that is a Keeper. The store is an
+in-memory twin that can be held up or fail.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from storage.buffer_map import map_buffer
+from storage.errors import StorageError, StoreRefused
+from storage.keeper import Keeper
+from storage.keys import Attempt, StepKey, shard_key
+from storage.local_store import LocalStore
+from storage.manifest import Receipt
+from storage.object_store import ObjectStore
+from tests.fakes.flaky_store import FlakyStore
+from tests.fakes.gated_store import GatedStore
+from tests.fakes.keeper_bench import Clock, KeeperBench
+from tests.fakes.recording_sink import RecordingSink
+from tests.fakes.snapshot_writer import Arrays, fill, lease_for, make_header, save, sealed
+
+FIRST = Attempt(number=1, nonce="00000001")
+SECOND = Attempt(number=2, nonce="00000002")
+WAIT_S = 20.0
+STATE_BYTES = 1 << 20
+
+
+def state(value: float, num_bytes: int = STATE_BYTES) -> Arrays:
+    return {"weight": np.full((num_bytes // 256, 64), value, dtype=np.float32)}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[KeeperBench]:
+    bench = KeeperBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def key(step: int, rank: int = 0, attempt: Attempt = FIRST) -> str:
+    return shard_key(StepKey(step=step, attempt=attempt), rank)
+
+
+def shards_on(disk: Path) -> list[str]:
+    return sorted(path.name for path in disk.glob("*.shard"))
+
+
+def assert_proves(store: ObjectStore, receipt: Receipt, value: float) -> None:
+    stored = store.get(receipt.shard.key)
+    assert (receipt.shard.size, receipt.shard.digest) == (len(stored), xxhash.xxh3_128_hexdigest(stored))
+    assert state(value)["weight"].tobytes() in stored
+
+
+def save_waiting(keeper: Keeper, arrays: Arrays, *, attempt: Attempt = FIRST, step: int, rank: int = 0) -> None:
+    """A save that waits for a buffer, as the last save of a Run does."""
+    for _ in range(20_000):
+        if save(keeper, arrays, attempt=attempt, step=step, rank=rank) is not None:
+            return
+        keeper.flush(0.001)
+    raise AssertionError(f"no buffer for step {step}")
+
+
+def wait_for_states(keeper: Keeper, disk: Path, number: int) -> None:
+    """Return once ``number`` Shards are whole on the disk."""
+    for _ in range(20_000):
+        if len(list(disk.glob("*.shard.json"))) == number:
+            return
+        keeper.flush(0.001)
+    raise AssertionError(f"{os.listdir(disk)}: {number} whole Shards expected")
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+def test_a_shard_goes_through_the_disk_and_comes_out_the_same(tmp_path: Path, direct_io: bool) -> None:
+    bench = KeeperBench(tmp_path, direct_io=direct_io)
+    store, sink = FlakyStore(), RecordingSink()
+    keeper = bench.keeper(store, sink)
+    try:
+        save(keeper, state(3), attempt=FIRST, step=7)
+        assert keeper.flush(WAIT_S)
+        assert_proves(store, sink.receipts[0], 3)
+        (name,) = shards_on(bench.spool)
+        assert (bench.spool / name).read_bytes() == store.get(key(7))
+    finally:
+        bench.close()
+
+
+def test_the_buffer_is_free_once_the_shard_is_on_the_disk_though_the_store_is_held_up(bench: KeeperBench) -> None:
+    store, sink = GatedStore(), RecordingSink()
+    keeper = bench.keeper(store, sink)
+    for step in range(1, 7):
+        save_waiting(keeper, state(step), step=step)
+    store.wait_for_puts(1)
+    assert store.begun == [key(1)]
+    assert keeper.status().arena_bytes <= 2 * (STATE_BYTES + (1 << 16))
+    store.open_gate()
+    assert keeper.flush(WAIT_S)
+    assert [receipt.step for receipt in sink.receipts] == [1, 2, 3, 4, 5, 6]
+    assert_proves(store, sink.receipts[-1], 6)
+
+
+def test_values_changed_in_the_buffer_after_the_seal_path_never_reach_the_file(bench: KeeperBench) -> None:
+    store, sink = GatedStore(), RecordingSink()
+    keeper = bench.keeper(store, sink)
+    header, num_bytes = make_header(state(1), attempt=FIRST, step=7)
+    lease = lease_for(keeper, header, num_bytes)
+    assert lease is not None
+    with map_buffer(lease.path, num_bytes) as buffer:
+        keeper.seal(sealed(header, lease, fill(buffer, header, state(1))))
+        store.wait_for_puts(1)  # encoded by now, and not stored yet
+        buffer[:] = b"\x02" * num_bytes
+    store.open_gate()
+    assert keeper.flush(WAIT_S)
+    assert_proves(store, sink.receipts[0], 1)
+    assert b"\x02" * 64 not in store.get(key(7))
+
+
+def test_no_encoded_shard_is_ever_whole_in_memory(bench: KeeperBench) -> None:
+    """Fifty saves of 4 MiB against a store that is held up: 200 MiB on the disk, and memory stays where it was."""
+    num_bytes = 4 << 20
+    store, sink = GatedStore(), RecordingSink()
+    keeper = bench.keeper(store, sink)
+    save_waiting(keeper, state(0, num_bytes), step=1)
+    save_waiting(keeper, state(0, num_bytes), step=2)
+    store.wait_for_puts(1)
+    before = _private_bytes()
+    for step in range(3, 51):
+        save_waiting(keeper, state(step, num_bytes), step=step)
+    grown = _private_bytes() - before
+    status = keeper.status()
+    assert (status.memory_bytes, status.in_flight) == (0, 1)
+    assert grown < 3 * num_bytes + (32 << 20)  # two arrays of this test, and blocks of the writers
+    store.open_gate()
+    assert keeper.flush(WAIT_S)
+    assert sink.receipts[-1].step == 50
+
+
+def test_without_a_disk_at_most_one_encoded_shard_a_rank_is_in_memory(bench: KeeperBench) -> None:
+    config = bench.config.model_copy(update={"local_disk": bench.config.local_disk.model_copy(update={"mode": "off"})})
+    store, sink = GatedStore(), RecordingSink()
+    keeper = bench.keeper(store, sink, config)
+    taken = [step for step in range(1, 51) if save(keeper, state(step), attempt=FIRST, step=step)]
+    store.wait_for_puts(1)
+    status = keeper.status()
+    assert taken == [1, 2]
+    assert (status.in_flight, status.staged, status.spool_bytes) == (1, 1, 0)
+    assert STATE_BYTES <= status.memory_bytes < 2 * STATE_BYTES
+    store.open_gate()
+    save_waiting(keeper, state(51), step=51)
+    assert keeper.flush(WAIT_S)
+    assert [receipt.step for receipt in sink.receipts] == [1, 2, 51]
+    assert keeper.status().memory_bytes == 0
+
+
+def test_a_store_that_gives_back_another_end_is_tried_again_before_any_receipt(bench: KeeperBench) -> None:
+    store, sink = FlakyStore(spoil_puts=2), RecordingSink()
+    keeper = bench.keeper(store, sink)
+    save(keeper, state(5), attempt=FIRST, step=4)
+    assert keeper.flush(WAIT_S)
+    assert store.tried == [key(4)] * 3
+    assert_proves(store, sink.receipts[0], 5)
+    assert keeper.status().retries == 2
+    assert "index has digest" in str(keeper.status().last_error)
+
+
+def test_while_the_store_is_away_the_newest_is_kept_and_older_ones_are_given_up(bench: KeeperBench) -> None:
+    store, sink, clock = FlakyStore(is_away=True), RecordingSink(), Clock()
+    keeper = bench.keeper(store, sink, clock=clock)
+    for step in (10, 20, 30):
+        save_waiting(keeper, state(step), step=step)
+        store.wait_for_tries(key(step), 2)
+        clock.now += 60.0
+    assert keeper.flush(0.0) is False
+    assert keeper.status().failing_for_s >= 120.0
+    assert keeper.status().superseded == 2
+    store.come_back()
+    assert keeper.flush(WAIT_S)
+    assert [receipt.step for receipt in sink.receipts] == [30]
+    assert_proves(store, sink.receipts[0], 30)
+    assert [(step, reason.split(":")[0]) for _, step, _, reason in sink.failures] == [
+        (10, "superseded by step 20 while the store was away"),
+        (20, "superseded by step 30 while the store was away"),
+    ]
+    assert keeper.status().failing_for_s == 0.0
+    assert shards_on(bench.spool) == ["step-0000000030.a000001-00000001.rank-00000.shard"]
+
+
+def test_a_delay_is_told_with_how_long_the_store_has_been_failing(bench: KeeperBench) -> None:
+    store, sink, clock = FlakyStore(is_away=True), RecordingSink(), Clock()
+    keeper = bench.keeper(store, sink, clock=clock)
+    save(keeper, state(1), attempt=FIRST, step=10, rank=1)
+    sink.wait_for_delays(1)
+    attempt, step, rank, reason, failing_for_s = sink.delays[0]
+    assert (attempt, step, rank, failing_for_s) == (FIRST, 10, 1, 0.0)
+    assert "503 for the sixth time" in reason
+    assert sink.failures == []
+
+
+def test_a_refusal_is_given_up_at_once(bench: KeeperBench) -> None:
+    store, sink = FlakyStore(is_away=True), RecordingSink()
+    store.error = StoreRefused("put", "shards/any", "403 for good")
+    keeper = bench.keeper(store, sink)
+    save(keeper, state(1), attempt=FIRST, step=10)
+    assert keeper.flush(WAIT_S)
+    assert store.tried == [key(10)]
+    assert [(step, "403 for good" in reason) for _, step, _, reason in sink.failures] == [(10, True)]
+    assert shards_on(bench.spool) == []
+
+
+def test_without_a_disk_the_newest_is_kept_through_an_outage_too(bench: KeeperBench) -> None:
+    config = bench.config.model_copy(update={"local_disk": bench.config.local_disk.model_copy(update={"mode": "off"})})
+    store, sink = FlakyStore(is_away=True), RecordingSink()
+    keeper = bench.keeper(store, sink, config)
+    for step in (10, 20):
+        save_waiting(keeper, state(step), step=step)
+        store.wait_for_tries(key(step), 2)
+    assert keeper.status().memory_bytes < 2 * STATE_BYTES
+    store.come_back()
+    assert keeper.flush(WAIT_S)
+    assert [receipt.step for receipt in sink.receipts] == [20]
+    assert [failure[1] for failure in sink.failures] == [10]
+
+
+def test_a_newer_attempt_ends_the_tries_of_the_older_and_removes_its_shards(bench: KeeperBench) -> None:
+    store, sink = FlakyStore(is_away=True), RecordingSink()
+    keeper = bench.keeper(store, sink)
+    save(keeper, state(1), attempt=FIRST, step=10)
+    store.wait_for_tries(key(10), 2)
+    keeper.forget_attempts_before(2)
+    assert keeper.flush(WAIT_S)
+    store.come_back()
+    save_waiting(keeper, state(2), attempt=SECOND, step=11)
+    assert keeper.flush(WAIT_S)
+    assert store.stored == [key(11, attempt=SECOND)]
+    assert sink.failures == []
+    assert shards_on(bench.spool) == ["step-0000000011.a000002-00000002.rank-00000.shard"]
+
+
+def test_when_the_quota_is_full_uploaded_shards_go_and_waiting_ones_give_way_to_newer(bench: KeeperBench) -> None:
+    store, sink = FlakyStore(), RecordingSink()
+    keeper = bench.keeper(store, sink, bench.with_quota(3 * STATE_BYTES + (STATE_BYTES >> 1)))
+    for step in (1, 2, 3):
+        save_waiting(keeper, state(step), step=step)
+        assert keeper.flush(WAIT_S)
+    assert len(shards_on(bench.spool)) == 2  # two uploaded steps are kept to be read from
+    store.go_away()
+    for step in (4, 5, 6, 7, 8):
+        save_waiting(keeper, state(step), step=step)
+        store.wait_for_tries(key(4), 1)
+        assert keeper.status().spool_bytes <= 3 * STATE_BYTES + (STATE_BYTES >> 1)
+    store.wait_for_tries(key(8), 2)
+    store.come_back()
+    assert keeper.flush(WAIT_S)
+    assert sink.receipts[-1].step == 8
+    assert_proves(store, sink.receipts[-1], 8)
+    assert {failure[1] for failure in sink.failures} == {4, 5, 6, 7}
+
+
+def test_a_disk_without_room_is_said_once_and_saves_go_through_memory(
+    bench: KeeperBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, sink = FlakyStore(), RecordingSink()
+    keeper = bench.keeper(store, sink, bench.with_quota(1 << 20))
+    big = {"weight": np.full((1 << 13, 64), 9, dtype=np.float32)}
+    for step in (1, 2, 3):
+        save_waiting(keeper, big, step=step)
+        assert keeper.flush(WAIT_S)
+    assert [receipt.step for receipt in sink.receipts] == [1, 2, 3]
+    assert big["weight"].tobytes() in store.get(key(3))
+    said = [record for record in caplog.records if "kept in memory until it is uploaded" in record.getMessage()]
+    assert len(said) == 1
+    assert "bytes are needed" in said[0].getMessage()
+    assert os.listdir(bench.spool) == [".lock"]
+
+
+def test_a_successor_uploads_what_a_killed_keeper_had_encoded(bench: KeeperBench, tmp_path: Path) -> None:
+    """SIGKILL between encode and upload; a half-written file of a third save lies there too."""
+    process = _keeper_process(bench)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "encoded\n"
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(WAIT_S)
+        process.stdout.close() if process.stdout else None
+    (bench.spool / ".raysume-tmp-dead").write_bytes(b"half")
+    (bench.spool / "step-0000000009.a000001-00000001.rank-00000.shard").write_bytes(b"whole, but its state is missing")
+    (bench.spool / "notes.txt").write_text("somebody else's")
+    store, sink = LocalStore(tmp_path / "store"), RecordingSink()
+    keeper = bench.keeper(store, sink)
+    assert keeper.flush(WAIT_S)
+    assert [receipt.step for receipt in sink.receipts] == [5, 6]
+    assert_proves(store, sink.receipts[0], 5)
+    assert_proves(store, sink.receipts[1], 6)
+    assert [name for name in os.listdir(bench.spool) if "tmp" in name or "0009" in name] == []
+    assert (bench.spool / "notes.txt").read_text() == "somebody else's"
+
+
+def _keeper_process(bench: KeeperBench) -> subprocess.Popen[str]:
+    """A process whose Keeper has two Shards on the disk and a store that never answers; says so, then waits."""
+    program = (
+        "import sys, threading; from pathlib import Path; from tests.unit.storage.test_keeper_spool import *\n"
+        "store = GatedStore(); keeper = KeeperBench(Path(sys.argv[1])).keeper(store, RecordingSink())\n"
+        "save_waiting(keeper, state(5), step=5); save_waiting(keeper, state(6), step=6)\n"
+        "wait_for_states(keeper, KeeperBench(Path(sys.argv[1])).spool, 2)\n"
+        "print('encoded', flush=True); threading.Event().wait(60)\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(bench.directory / ".")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_receipt_that_was_never_acknowledged_is_delivered_by_the_successor(bench: KeeperBench) -> None:
+    store, sink = FlakyStore(), RecordingSink(refusals=1 << 30)
+    first = bench.keeper(store, sink)
+    save(first, state(1), attempt=FIRST, step=10)
+    sink.wait_for_calls(2)
+    first.close(keep_unsent=True)
+    heard = RecordingSink()
+    second = bench.keeper(store, heard)
+    assert second.flush(WAIT_S)
+    assert [receipt.step for receipt in heard.receipts] == [10]
+    assert store.tried == [key(10)]
+
+
+def test_shards_of_an_older_attempt_are_dropped_by_the_successor(bench: KeeperBench) -> None:
+    away = FlakyStore(is_away=True)
+    first = bench.keeper(away, RecordingSink())
+    save(first, state(1), attempt=FIRST, step=10)
+    save(first, state(2), attempt=FIRST, step=10, rank=1)
+    away.wait_for_tries(key(10), 1)
+    away.wait_for_tries(key(10, rank=1), 1)
+    first.close(keep_unsent=True)
+    assert len(shards_on(bench.spool)) == 2
+    store, sink = GatedStore(), RecordingSink()
+    second = bench.keeper(store, sink)
+    second.forget_attempts_before(2)
+    store.open_gate()
+    assert second.flush(WAIT_S)
+    assert sink.receipts == []
+    assert shards_on(bench.spool) == []
+
+
+def test_closing_for_good_removes_the_spool_and_keeping_the_unsent_does_not(bench: KeeperBench) -> None:
+    store = FlakyStore(is_away=True)
+    first = bench.keeper(store, RecordingSink())
+    save(first, state(1), attempt=FIRST, step=10)
+    store.wait_for_tries(key(10), 1)
+    first.close(keep_unsent=True)
+    assert len(shards_on(bench.spool)) == 1
+    second = bench.keeper(store, RecordingSink())
+    second.close()
+    assert not bench.spool.parent.exists()
+
+
+def test_a_keeper_without_unsent_shards_leaves_no_spool_behind(bench: KeeperBench) -> None:
+    sink = RecordingSink()
+    keeper = bench.keeper(FlakyStore(), sink)
+    save(keeper, state(1), attempt=FIRST, step=10)
+    assert keeper.flush(WAIT_S)
+    keeper.close(keep_unsent=True)
+    assert not bench.spool.parent.exists()
+
+
+def test_a_second_keeper_of_one_node_is_refused_and_leaves_no_arena(bench: KeeperBench) -> None:
+    bench.keeper(FlakyStore(), RecordingSink())
+    with pytest.raises(StorageError, match=r"local-disk Tier cannot be used: spool .* in use by a living Keeper"):
+        bench.keeper(FlakyStore(), RecordingSink())
+    assert not (bench.directory / "arena-1").exists()
+
+
+def test_a_header_changed_after_the_seal_is_reported_and_leaves_no_file(bench: KeeperBench) -> None:
+    store, sink = FlakyStore(), RecordingSink()
+    keeper = bench.keeper(store, sink)
+    header, num_bytes = make_header(state(1), attempt=FIRST, step=5)
+    lease = lease_for(keeper, header, num_bytes)
+    assert lease is not None
+    with map_buffer(lease.path, num_bytes) as buffer:
+        digest = fill(buffer, header, state(1))
+        buffer[40] ^= 1
+    keeper.seal(sealed(header, lease, digest))
+    assert keeper.flush(WAIT_S)
+    assert "does not match its digest" in sink.failures[0][3]
+    assert os.listdir(bench.spool) == [".lock"]
+
+
+def _private_bytes() -> int:
+    """Anonymous memory of this process: neither mapped files nor shared memory count."""
+    match = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) << 10
