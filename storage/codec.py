@@ -12,14 +12,12 @@ import numpy as np
 import xxhash
 import zstandard
 
+from storage.decompress import Buffer, CodecError, decompressed
+from storage.planes import decode_planes, encode_planes
+
 __all__ = ["Buffer", "CodecError", "Encoding", "decode", "digest64", "digest128", "encode"]
 
-Buffer = bytes | bytearray | memoryview
-Encoding = Literal["raw", "zstd", "shuffle-zstd"]
-
-
-class CodecError(ValueError):
-    """Stored bytes do not decode to exactly what was promised."""
+Encoding = Literal["raw", "zstd", "shuffle-zstd", "planes-zstd"]
 
 
 def digest64(data: Buffer) -> str:
@@ -41,6 +39,8 @@ def encode(raw: Buffer, itemsize: int, encoding: Encoding, level: int) -> bytes:
             return zstandard.ZstdCompressor(level=level).compress(raw)
         case "shuffle-zstd":
             return zstandard.ZstdCompressor(level=level).compress(_shuffled(raw, itemsize))
+        case "planes-zstd":
+            return encode_planes(raw, itemsize, level)
         case _:
             assert_never(encoding)
 
@@ -53,25 +53,13 @@ def decode(stored: Buffer, raw_bytes: int, itemsize: int, encoding: Encoding) ->
                 raise CodecError(f"{len(stored)} stored bytes, expected {raw_bytes}")
             return bytes(stored)
         case "zstd":
-            return _decompressed(stored, raw_bytes)
+            return decompressed(stored, raw_bytes)
         case "shuffle-zstd":
-            return _unshuffled(_decompressed(stored, raw_bytes), itemsize)
+            return _unshuffled(decompressed(stored, raw_bytes), itemsize)
+        case "planes-zstd":
+            return decode_planes(stored, raw_bytes, itemsize)
         case _:
             assert_never(encoding)
-
-
-def _decompressed(stored: Buffer, raw_bytes: int) -> bytes:
-    try:
-        # zstd allocates what the stored header claims, so the claim is checked first.
-        claimed = zstandard.get_frame_parameters(stored).content_size
-        if claimed != raw_bytes:
-            raise CodecError(f"stored bytes claim to hold {claimed} bytes, expected {raw_bytes}")
-        raw = zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CodecError(f"not decodable: {error}") from error
-    if len(raw) != raw_bytes:
-        raise CodecError(f"decoded to {len(raw)} bytes, expected {raw_bytes}")
-    return raw
 
 
 def _shuffled(raw: Buffer, itemsize: int) -> Buffer:

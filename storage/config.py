@@ -120,7 +120,7 @@ class CheckpointConfig(BaseModel):
         1e-3, gt=0, le=0.1, description="largest relative L2 error of the next update, for each tensor"
     )
     levels: tuple[LevelRule, ...] = Field((), description="rules that come before the built-in table")
-    encoding: Literal["raw", "zstd", "shuffle-zstd"] = "shuffle-zstd"
+    encoding: Literal["raw", "zstd", "shuffle-zstd", "planes-zstd"] = "planes-zstd"
     zstd_level: int = Field(1, ge=-5, le=19)
     frame_bytes: int = Field(1 << 20, ge=1 << 16, le=1 << 26, description="largest raw frame; small chunks use less")
     final_timeout_s: float = Field(600.0, gt=0, description="longest wait for the last Commit before the run fails")

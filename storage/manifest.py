@@ -104,7 +104,7 @@ class ChunkIndex(_Record):
     offsets: Shape
     sizes: Shape
     level: Level
-    encoding: Literal["raw", "zstd", "shuffle-zstd"]
+    encoding: Literal["raw", "zstd", "shuffle-zstd", "planes-zstd"]
     bound: float | None = None
     raw_digest: Digest64
     frames: Annotated[tuple[Frame, ...], Field(max_length=1 << 20)]

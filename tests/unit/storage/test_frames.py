@@ -65,7 +65,7 @@ class Object:
 @given(
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=4),
     dtype=st.sampled_from(["float32", "bfloat16", "int64", "bool", "complex128"]),
-    encoding=st.sampled_from(["raw", "zstd", "shuffle-zstd"]),
+    encoding=st.sampled_from(["raw", "zstd", "shuffle-zstd", "planes-zstd"]),
     data=st.data(),
 )
 def test_any_rows_of_any_chunk_come_back(
@@ -114,7 +114,7 @@ def test_only_the_frames_that_are_needed_are_read_and_in_one_request() -> None:
 def test_a_chunk_that_does_not_shrink_comes_back_all_the_same() -> None:
     raw = np.random.default_rng(0).bytes(300 << 10)
     shard = shard_of(chunk_of(raw, (300 << 10,), "uint8"))
-    assert shard.index.chunks[0].encoding == "shuffle-zstd"
+    assert shard.index.chunks[0].encoding == "planes-zstd"
     assert Object(shard).rows(shard.index.chunks[0], 0, 300 << 10) == raw
 
 
