@@ -14,6 +14,7 @@ import typer
 
 from orchestrator.cli_checkpoints import checkpoints
 from orchestrator.cli_data import data
+from orchestrator.cli_doctor import DOCTOR_EPILOG, doctor
 from orchestrator.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.add_typer(data, name="data")
 app.add_typer(checkpoints, name="checkpoints")
+app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
 
 _RUN_EPILOG = """[bold]Examples[/bold]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from storage.commit_log import CommitLog, effective_history
-from storage.keys import MANIFESTS, SHARDS, StepKey, commit_key, manifest_key, parse_shard_key, parse_step_key
+from storage.keys import MANIFESTS, SHARDS, StepKey, parse_record_key, parse_shard_key, parse_step_key
 from storage.manifest import Commit, Manifest, QuarantineRecord
-from storage.object_store import ObjectStore
+from storage.object_store import ObjectEntry, ObjectStore
 from storage.retention import choose_deletions
 
 __all__ = ["CutOffSave", "Inventory", "Standing", "StoredStep", "best_of", "fidelity_of", "take_inventory"]
@@ -35,6 +35,7 @@ class StoredStep:
     quarantine: QuarantineRecord | None = None
     is_newest: bool = False
     is_best: bool = False
+    is_archived: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class CutOffSave:
     """Shards or a Manifest that no Commit names: a save under way, or one that never became a Checkpoint."""
 
     key: StepKey
-    num_objects: int
+    keys: tuple[str, ...]
     stored_bytes: int
 
 
@@ -63,23 +64,28 @@ class Inventory:
         return [step for step in self.steps if step.standing == standing]
 
 
-def take_inventory(log: CommitLog, *, with_cut_off: bool = True) -> Inventory:
-    """Read the records; with ``with_cut_off`` also list Shards and Manifests."""
+def take_inventory(log: CommitLog, *, with_cut_off: bool = True, archive_every_h: float | None = None) -> Inventory:
+    """Read the records; with ``with_cut_off`` also list Shards and Manifests.
+
+    ``archive_every_h`` marks what a Run with that setting keeps for good.
+    """
     # Listed before the Commits: what is committed in between then has a Commit and is not taken for cut off.
     pieces = _pieces(log.store) if with_cut_off else {}
     scan, quarantined = log.scan(), log.quarantined()
     history = effective_history(scan.commits, quarantined)
-    usable = {commit.step_key for commit in history}
-    newest, best = (history[-1].step_key if history else None), best_of(history)
+    usable = {commit.object_key for commit in history}
+    newest, best = (history[-1].object_key if history else None), best_of(history)
+    archived = _archived(history, archive_every_h)
     steps = [
         StoredStep(
             key=commit.step_key,
-            record=commit_key(commit.step_key),
+            record=commit.object_key,
             commit=commit,
-            standing="usable" if commit.step_key in usable else _lost(commit.step_key in quarantined),
+            standing="usable" if commit.object_key in usable else _lost(commit.step_key in quarantined),
             quarantine=quarantined.get(commit.step_key),
-            is_newest=commit.step_key == newest,
-            is_best=best is not None and commit.step_key == best.step_key,
+            is_newest=commit.object_key == newest,
+            is_best=best is not None and commit.object_key == best.object_key,
+            is_archived=commit.object_key in archived,
         )
         for commit in scan.commits
     ]
@@ -101,9 +107,18 @@ def best_of(history: Sequence[Commit]) -> Commit | None:
     """The Commit that retention keeps for its metric; None where no metric was recorded."""
     if not any(commit.metric is not None and commit.metric == commit.metric for commit in history):
         return None
-    doomed = {commit.step_key for commit in choose_deletions(history, 1, None)}
+    doomed = {commit.step_key for commit in choose_deletions(history, keep=1)}
     kept = [commit for commit in history if commit.step_key not in doomed]
     return min(kept, key=lambda commit: commit.step_key)
+
+
+def _archived(history: Sequence[Commit], archive_every_h: float | None) -> set[str]:
+    """What retention keeps for its age alone: neither needed as the newest nor as the best."""
+    if archive_every_h is None or not history:
+        return set()
+    without = {commit.object_key for commit in choose_deletions(history, keep=1)}
+    doomed = {commit.object_key for commit in choose_deletions(history, keep=1, archive_every_h=archive_every_h)}
+    return without - doomed
 
 
 def fidelity_of(manifest: Manifest) -> str:
@@ -117,11 +132,18 @@ def _lost(is_quarantined: bool) -> Standing:
 
 
 def _pieces(store: ObjectStore) -> dict[StepKey, CutOffSave]:
-    sizes: dict[StepKey, list[int]] = {}
+    found: dict[StepKey, list[ObjectEntry]] = {}
     for entry in store.list(SHARDS):
         if (parsed := parse_shard_key(entry.key)) is not None:
-            sizes.setdefault(parsed[0], []).append(entry.size)
+            found.setdefault(parsed[0], []).append(entry)
     for entry in store.list(MANIFESTS):
-        if (key := parse_step_key(entry.key)) is not None and manifest_key(key) == entry.key:
-            sizes.setdefault(key, []).append(entry.size)
-    return {key: CutOffSave(key=key, num_objects=len(found), stored_bytes=sum(found)) for key, found in sizes.items()}
+        if (record := parse_record_key(entry.key, MANIFESTS)) is not None:
+            found.setdefault(record.step_key, []).append(entry)
+    return {
+        key: CutOffSave(
+            key=key,
+            keys=tuple(entry.key for entry in entries),
+            stored_bytes=sum(entry.size for entry in entries),
+        )
+        for key, entries in found.items()
+    }

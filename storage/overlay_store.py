@@ -70,3 +70,6 @@ class OverlayStore:
     def delete(self, keys: Sequence[str], *, deadline_s: float = 60.0) -> None:
         for key in keys:
             self._own[key] = None
+
+    def abort_uploads(self, prefix: str, *, older_than_s: float, deadline_s: float = 60.0) -> int:
+        return 0
