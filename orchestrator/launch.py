@@ -121,13 +121,14 @@ class _Driver:
         self._report_to = report_to
 
     def drive(self, coordinator: CoordinatorClient, stop: threading.Event, lease_lost: threading.Event) -> ExitCode:
-        check_before_start(self._store, self._config, self._nonce)
+        facts = check_before_start(self._store, self._config)
         journal = Journal(self._store, self._nonce, utc_now)
         journal.load()
         log = CommitLog(self._store, self._run_id)
         resume = parse_resume(self._config, log)
         identity = open_run_record(self._store, self._run_id)
         with DriverRecord(self._store, identity, self._config, self._options, self._report_to) as record:
+            record.sink.emit("store_facts", **facts.as_json())
             ensure_dataset(self._config, record.note)
             first_number = 1 + max(
                 [journal.last_attempt_number(), *(commit.attempt.number for commit in log.all_commits())]

@@ -15,6 +15,7 @@ __all__ = [
     "JOURNAL",
     "LEASES",
     "MANIFESTS",
+    "PROBES",
     "QUARANTINE",
     "RUN",
     "SHARDS",
@@ -41,6 +42,7 @@ SHARDS = "shards/"
 QUARANTINE = "quarantine/"
 JOURNAL = "journal/"
 LEASES = "lease/"
+PROBES = "probe/"
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
 RUN = "run.json"

@@ -1,5 +1,7 @@
 """The checks before the first worker, on a store in memory."""
 
+# ruff: noqa: ARG002 - doubles take what the interface gives
+
 from __future__ import annotations
 
 import logging
@@ -11,6 +13,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.preflight import check_before_start
 from storage.errors import StoreUnavailable
 from storage.memory_store import MemoryStore
+from storage.object_store import ObjectEntry
 
 
 def config_at(url: str) -> RunConfig:
@@ -24,7 +27,7 @@ def config_at(url: str) -> RunConfig:
 
 def test_the_probe_leaves_nothing_behind() -> None:
     store = MemoryStore()
-    assert check_before_start(store, config_at("memory://a"), "n0").honours_create
+    assert check_before_start(store, config_at("memory://a")).honours_create
     assert list(store.list("")) == []
 
 
@@ -36,7 +39,7 @@ def test_a_store_that_does_not_answer_is_a_config_error_with_the_operation(monke
 
     monkeypatch.setattr(store, "put", put)
     with pytest.raises(ConfigError, match=r"access denied.*check run\.url"):
-        check_before_start(store, config_at("s3://b/a"), "n0")
+        check_before_start(store, config_at("s3://b/a"))
 
 
 @pytest.mark.parametrize(
@@ -50,5 +53,32 @@ def test_a_place_inside_a_jobs_temporary_directory_is_warned_of(
     url: str, is_warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        check_before_start(MemoryStore(), config_at(url), "n0")
+        check_before_start(MemoryStore(), config_at(url))
     assert ("temporary copy of the job's working directory" in caplog.text) is is_warned
+
+
+class _Late(MemoryStore):
+    """Listings show nothing that was just put."""
+
+    def list(self, prefix: str, *, deadline_s: float = 60.0) -> list[ObjectEntry]:
+        return []
+
+
+class _Ignoring(MemoryStore):
+    """Accepts a create-only write of a name that is taken."""
+
+    def create(self, key: str, data: bytes, *, deadline_s: float = 60.0) -> None:
+        self.put(key, data)
+
+
+def test_what_the_store_was_seen_to_do_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        facts = check_before_start(_Ignoring(), config_at("memory://a"))
+    assert not facts.honours_create
+    assert caplog.text.count("create-only put: ignored") == 1
+    assert "commits rest on one writer" in caplog.text
+
+
+def test_a_store_with_late_listings_is_warned_of_and_used(caplog: pytest.LogCaptureFixture) -> None:
+    assert check_before_start(_Late(), config_at("memory://a")).fresh_after_put == "no"
+    assert "shows changes late" in caplog.text
