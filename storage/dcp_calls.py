@@ -20,23 +20,27 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from storage.dcp_writer import TENSORS, RankPlanner
 from storage.errors import StorageError
 
-__all__ = ["load_tensors", "save_tensors"]
+__all__ = ["load_tensors", "own_errors", "save_tensors"]
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], writer: StorageWriter, planner: RankPlanner) -> None:
     """Hand this rank's part of ``tensors`` to ``writer``."""
-    with _own_errors("save"):
+    with own_errors("save"):
         save({TENSORS: dict(tensors)}, storage_writer=writer, planner=planner, no_dist=True)
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], reader: StorageReader, planner: LoadPlanner) -> None:
     """Fill this rank's part of ``tensors`` in place."""
-    with _own_errors("load"):
+    with own_errors("load"):
         load(dict(tensors), storage_reader=reader, planner=planner, no_dist=True)
 
 
 @contextmanager
-def _own_errors(verb: str) -> Iterator[None]:
+def own_errors(verb: str) -> Iterator[None]:
+    """Calls of torch.distributed.checkpoint inside raise the first cause instead of a CheckpointException.
+
+    The cause is noted to be of its rank; KeyboardInterrupt and SystemExit pass as they are.
+    """
     try:
         with warnings.catch_warnings():
             # Working without its collectives is what we want, not an accident to warn about.
@@ -45,10 +49,7 @@ def _own_errors(verb: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             yield
     except CheckpointException as error:
-        causes = [failure[0] for failure in error.failures.values()]
-        first = causes[0] if causes else None
-        if isinstance(first, Exception):
-            raise first from None
-        if first is not None:  # KeyboardInterrupt, SystemExit: not ours to turn into an error
-            raise first from None
+        for rank, failure in error.failures.items():
+            failure[0].add_note(f"on rank {rank}, while it was to {verb}")
+            raise failure[0] from None
         raise StorageError(f"{verb} through torch.distributed.checkpoint failed without a cause: {error}") from None

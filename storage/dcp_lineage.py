@@ -1,0 +1,185 @@
+"""What this process knows of a Run that it saves to without a driver: its Attempt, its base step, its saves under way.
+
+One object per store and process. Only the process that coordinates a save asks for an Attempt; nothing here is sent to
+other ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+
+from storage.codec import digest64
+from storage.commit_log import CommitLog
+from storage.config import StoreConfig
+from storage.errors import CommitRefused
+from storage.keys import COMMITS, JOURNAL, SHARDS, Attempt, StepKey, new_nonce, parse_shard_key, parse_step_key
+from storage.object_store import ObjectStore
+from storage.open_store import open_store
+
+__all__ = ["Lineage", "SaveTicket", "SaveUnderWay", "lineage_of"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNDER_WAY = 8
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTicket:
+    """What the coordinator hands each rank of one save."""
+
+    run_id: str
+    attempt: Attempt
+    step: int
+    base_step: int
+    rank: int
+    world_size: int
+
+    @property
+    def key(self) -> StepKey:
+        return StepKey(step=self.step, attempt=self.attempt)
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveUnderWay:
+    """A save of this process. ``key`` is known once this rank's data is written; ``staging`` keeps its copy alive."""
+
+    step: int
+    ended: threading.Event = field(default_factory=threading.Event)
+    key: StepKey | None = None
+    staging: object = None
+
+
+class Lineage:
+    """One process's part in one Run."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.log = CommitLog(store, None)
+        self._lock = threading.Lock()
+        self._attempt: Attempt | None = None
+        self._base_step = 0
+        self._run_id = ""
+        self._last_step = -1
+        self._loaded: set[int] = set()
+        self._under_way: list[SaveUnderWay] = []
+        self.orphans_seen_at_s: dict[StepKey, float] = {}
+
+    def ticket(self, step: int, *, base_step: int | None) -> SaveTicket:
+        """The identity of the save of ``step``, for rank 0 of a world of one. Raises CommitRefused.
+
+        A new Attempt begins with the first save of this process, and when it saves a step again: it went back then.
+        """
+        with self._lock:
+            if self._attempt is None or step <= self._last_step or base_step not in (None, self._base_step):
+                self._begin_attempt(step, base_step)
+            assert self._attempt is not None
+            self._refuse_if_fenced(step, self._attempt)
+            self._last_step = step
+            return SaveTicket(
+                run_id=self._run_id,
+                attempt=self._attempt,
+                step=step,
+                base_step=self._base_step,
+                rank=0,
+                world_size=1,
+            )
+
+    def _begin_attempt(self, step: int, base_step: int | None) -> None:
+        if self.store.list(JOURNAL):
+            raise CommitRefused(
+                f"step {step} is not saved: {self.store.url} belongs to a Run with a driver, which alone commits "
+                "there; save under another url"
+            )
+        scan = self.log.scan()
+        history = self.log.commits()
+        shards = (parse_shard_key(entry.key) for entry in self.store.list(SHARDS))
+        numbers = [commit.attempt.number for commit in scan.commits]
+        numbers += [parsed[0].attempt.number for parsed in shards if parsed is not None]
+        if base_step is None:
+            earlier = [commit.step for commit in history if commit.step < step]
+            base_step = max([loaded for loaded in self._loaded if loaded < step] or earlier, default=0)
+        void = [str(commit.step) for commit in history if commit.step > base_step]
+        self._attempt = Attempt(number=max(numbers, default=0) + 1, nonce=new_nonce())
+        self._base_step = base_step
+        self._run_id = scan.commits[-1].run_id if scan.commits else f"dcp-{digest64(self.store.url.encode())[:8]}"
+        if void:
+            logger.warning(
+                "%s: attempt %s goes on from step %d: its first commit makes the older ones of step %s void",
+                self.store.url,
+                self._attempt.label,
+                base_step,
+                ", ".join(void),
+            )
+
+    def _refuse_if_fenced(self, step: int, attempt: Attempt) -> None:
+        """Before any data is written; the Commit itself is fenced again."""
+        for entry in self.store.list(COMMITS):
+            other = parse_step_key(entry.key)
+            if other is not None and other.attempt != attempt and other.attempt.number >= attempt.number:
+                raise CommitRefused(
+                    f"step {step} of attempt {attempt.label} is not saved: attempt {other.attempt.label} has committed "
+                    f"step {other.step}; another process saves this run, stop this one"
+                )
+
+    def note_loaded(self, step: int) -> None:
+        """This process goes on from ``step``, unless it loads a later one too."""
+        with self._lock:
+            self._loaded.add(step)
+
+    def begin(self, step: int) -> SaveUnderWay:
+        """A save starts; it is found by `under_way` until `end`."""
+        save = SaveUnderWay(step=step)
+        with self._lock:
+            self._under_way = [*self._under_way[-_MAX_UNDER_WAY + 1 :], save]
+        return save
+
+    def under_way(self, step: int) -> SaveUnderWay | None:
+        """The latest save of ``step`` that has not ended."""
+        with self._lock:
+            return next((save for save in reversed(self._under_way) if save.step == step), None)
+
+    def end(self, step: int) -> None:
+        """The save of ``step`` is committed or has failed."""
+        save = self.under_way(step)
+        if save is not None:
+            with self._lock:
+                self._under_way.remove(save)
+            save.staging = None
+            save.ended.set()
+
+    def wait_for_saves(self, timeout_s: float) -> None:
+        """Return when no save of this process is under way, or with a warning after ``timeout_s``.
+
+        Only the coordinator sees a save end; another rank looks for its Commit.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            waiting = list(self._under_way)
+        for save in waiting:
+            while not save.ended.wait(min(_POLL_S, max(0.0, deadline_s - time.monotonic()))):
+                if save.key is not None and self._is_committed(save.key):
+                    self.end(save.step)
+                elif time.monotonic() >= deadline_s:
+                    logger.warning("the save of step %d did not end within %g s; not waited for", save.step, timeout_s)
+                    self.end(save.step)
+
+    def _is_committed(self, key: StepKey) -> bool:
+        return any(parse_step_key(entry.key) == key for entry in self.store.list(COMMITS))
+
+
+_lineages: dict[tuple[int, str, str | None], Lineage] = {}
+_lineages_lock = threading.Lock()
+
+
+def lineage_of(url: str, config: StoreConfig) -> Lineage:
+    """The one Lineage of this process for ``url``."""
+    key = (os.getpid(), url.rstrip("/"), config.endpoint_url)
+    with _lineages_lock:
+        if key not in _lineages:
+            _lineages[key] = Lineage(open_store(url, config))
+        return _lineages[key]

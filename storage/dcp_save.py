@@ -1,0 +1,243 @@
+"""`RaysumeWriter`: saves a state dict of any torch program as a Checkpoint, under DCP's own protocol, without Ray.
+
+Each rank encodes and stores its part as one Shard; the coordinator rank alone merges the Receipts and writes Manifest
+and Commit. Nothing is pickled into the store. Order, as `torch.distributed.checkpoint.save` calls it: stage (async_save
+only), reset, set_up_storage_writer, prepare_local_plan, prepare_global_plan (coordinator), write_data, finish
+(coordinator).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future as StagingFuture
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from storage.config import CheckpointConfig
+from storage.dcp_commit import RankReport, commit_save
+from storage.dcp_lineage import Lineage, SaveTicket, lineage_of
+from storage.dcp_state import aliases_of, flat_state, paths_of, plain_values
+from storage.dcp_writer import staged_chunk
+from storage.errors import StorageError
+from storage.keys import shard_key
+from storage.levels import LevelTable
+from storage.manifest import AttemptRecord, Receipt
+from storage.shard_writer import RawChunk, encode_shard
+from storage.shipping import tensor_layouts
+from storage.snapshot_format import SnapshotHeader, StagedChunk
+
+__all__ = ["RaysumeWriter"]
+
+_MAX_ENCODERS = 4
+
+
+class RaysumeWriter(StorageWriter):
+    """Saves step ``step`` under ``url``. One object for each save, made alike on every rank.
+
+    ``keep``: Checkpoints kept after this one is committed; None deletes nothing. ``base_step``: the step that training
+    went on from, where this process did not load it with a `RaysumeReader`. ``metric`` (lower is better) shields the
+    best Checkpoint from deletion. ``metadata`` goes into the Manifest. Credentials come from the environment.
+    """
+
+    # DCP asks these of a stager; `stage` copies before it returns, so there is nothing to wait for.
+    _synchronize_after_execute = False
+    should_synchronize_after_execute = False
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        step: int,
+        keep: int | None = None,
+        base_step: int | None = None,
+        loss: float | None = None,
+        metric: float | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
+        config: CheckpointConfig | None = None,
+    ) -> None:
+        if step < 0 or (keep is not None and keep < 1) or (base_step is not None and not 0 <= base_step <= step):
+            raise ValueError(
+                f"step {step}, keep {keep}, base_step {base_step}: expected 0 <= base_step <= step, keep >= 1"
+            )
+        self._url = os.fspath(url)
+        self._step = step
+        self._keep = keep
+        self._base_step = base_step
+        self._loss = loss
+        self._metric = metric
+        self._metadata = dict(metadata or {})
+        self._config = config or CheckpointConfig()
+        self._rank = 0
+
+    @property
+    def _lineage(self) -> Lineage:
+        # Looked up, never held: async_save may send this object to a process of its own.
+        return lineage_of(self._url, self._config.store)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture[dict[str, Any]]:
+        """A copy in host memory that later changes of the state do not reach; async_save calls it before it returns."""
+        save = self._lineage.begin(self._step)
+        stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
+        try:
+            save.staging = stager
+            return stager.stage(state_dict)
+        except BaseException:
+            self._lineage.end(self._step)
+            raise
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            raise ValueError(
+                f"checkpoint_id {checkpoint_id!r}: a RaysumeWriter has its url and step already; leave it out"
+            )
+        if self._lineage.under_way(self._step) is None:
+            self._lineage.begin(self._step)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._rank = int(kwargs.get("rank", 0))
+        if not kwargs.get("use_collectives", True):
+            raise StorageError(
+                f"{self._where}: use_collectives=False leaves nobody to merge the ranks' parts into one Checkpoint; "
+                "leave it on"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        try:
+            ticket = self._lineage.ticket(self._step, base_step=self._base_step)
+        except BaseException:
+            self._lineage.end(self._step)
+            raise
+        tickets = [replace(ticket, rank=rank, world_size=len(plans)) for rank in range(len(plans))]
+        return [replace(plan, storage_data=own) for plan, own in zip(plans, tickets, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            ticket = self._ticket(plan)
+            report = self._write(ticket, plan, planner)
+        except BaseException:
+            self._lineage.end(self._step)
+            raise
+        save = self._lineage.under_way(self._step)
+        if save is not None:
+            save.key, save.staging = ticket.key, None
+        future: Future[list[WriteResult]] = Future()
+        size = report.receipt.shard.size
+        future.set_result([WriteResult(MetadataIndex("raysume"), size_in_bytes=size, storage_data=report)])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002  # DCP's signature
+        try:
+            reports = [result.storage_data for own in results for result in own]
+            commit_save(
+                self._lineage,
+                reports,
+                keep=self._keep,
+                loss=self._loss,
+                metric=self._metric,
+                metadata=self._metadata,
+                orphan_grace_s=self._config.orphan_grace_s,
+            )
+        finally:
+            self._lineage.end(self._step)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        return False  # never chosen by path
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self._rank} step {self._step}"
+
+    def _ticket(self, plan: SavePlan) -> SaveTicket:
+        ticket = plan.storage_data
+        if not isinstance(ticket, SaveTicket) or ticket.step != self._step or ticket.rank != self._rank:
+            raise StorageError(
+                f"{self._where}: the plan belongs to another save; plan caching (enable_plan_caching) cannot be used, "
+                "nor one writer for two saves"
+            )
+        return ticket
+
+    def _write(self, ticket: SaveTicket, plan: SavePlan, planner: SavePlanner) -> RankReport:
+        """Store this rank's Shard; all the coordinator needs to know of it."""
+        values = plain_values(plan, planner, self._where)
+        state = flat_state(planner)
+        aliases = aliases_of(state)
+        levels = LevelTable.of(self._config)
+        items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO and item.index.fqn not in aliases]
+        staged = [(item, staged_chunk(item, self._where, levels)) for item in items]
+        staged = [pair for pair in staged if levels.treatment(pair[1].name, pair[1].dtype).fidelity != "omit"]
+        store = self._lineage.store
+        key = shard_key(ticket.key, ticket.rank)
+        with ThreadPoolExecutor(min(_MAX_ENCODERS, os.cpu_count() or 1), thread_name_prefix="shard-encode") as pool:
+            encoded = encode_shard(
+                [_raw(chunk, item, planner) for item, chunk in staged if chunk.num_bytes],
+                step=ticket.step,
+                attempt=ticket.attempt,
+                rank=ticket.rank,
+                config=self._config,
+                pool=pool,
+            )
+        store.put(key, encoded.data, deadline_s=self._config.store.deadline_s)
+        header = SnapshotHeader(
+            run_id=ticket.run_id,
+            attempt=ticket.attempt,
+            step=ticket.step,
+            rank=ticket.rank,
+            world_size=ticket.world_size,
+            chunks=tuple(chunk for _, chunk in staged),
+            shared_state=None,
+            rank_state={},
+        )
+        receipt = Receipt(
+            run_id=ticket.run_id,
+            step=ticket.step,
+            attempt=AttemptRecord.of(ticket.attempt),
+            world_size=ticket.world_size,
+            shard=encoded.record(key),
+            tensors=tensor_layouts(header),
+        )
+        return RankReport(
+            receipt=receipt, base_step=ticket.base_step, values=values, paths=paths_of(planner), aliases=aliases
+        )
+
+
+def _raw(chunk: StagedChunk, item: WriteItem, planner: SavePlanner) -> RawChunk:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor)
+    # Bytes of any dtype: numpy knows no bfloat16, and a tensor without dimensions cannot be viewed as bytes.
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return RawChunk(
+        name=chunk.name,
+        dtype=chunk.dtype,
+        offsets=chunk.offsets,
+        sizes=chunk.sizes,
+        level=chunk.level,
+        itemsize=chunk.itemsize,
+        data=flat.numpy().data,
+    )

@@ -1,0 +1,259 @@
+"""Saving and loading through torch.distributed.checkpoint in one process, without Ray; the stores are real."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from storage import RaysumeReader, RaysumeWriter
+from storage.commit_log import CommitLog
+from storage.dcp_standalone import load, own_errors
+from storage.errors import CommitRefused, CorruptCheckpoint, ManifestMismatch, ObjectMissing, StorageError
+from storage.keys import JOURNAL
+from storage.local_store import LocalStore
+from storage.plain_values import NotPlainValue
+from storage.verify import verify_commit
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:The given buffer is not writable"
+)
+
+State = dict[str, Any]
+
+
+def state(value: float = 1.0) -> State:
+    return {
+        "model": {"w": torch.full((40, 3), value), "b": torch.full((), value), "none": torch.zeros(0, 4)},
+        "optim": {
+            "state": {0: {"exp_avg": torch.full((40, 3), value, dtype=torch.bfloat16), "step": torch.tensor(value)}},
+            "param_groups": [{"lr": 0.1 * value, "betas": (0.9, 0.95), "params": [0], "name": None}],
+        },
+        "step": int(value),
+        "best": float("inf"),
+        "flags": torch.tensor([True, False]),
+    }
+
+
+def save(url: Path | str, step: int, what: State | None = None, **options: Any) -> None:
+    with own_errors("save"):
+        dcp.save(what or state(step), storage_writer=RaysumeWriter(url, step=step, **options))
+
+
+def steps(url: Path) -> list[int]:
+    return [commit.step for commit in CommitLog(LocalStore(url), None).commits()]
+
+
+def assert_equal(one: object, other: object) -> None:
+    if isinstance(one, torch.Tensor):
+        assert isinstance(other, torch.Tensor)
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert isinstance(other, dict)
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list):
+        assert isinstance(other, list)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+    else:
+        assert (type(one), one) == (type(other), other)
+
+
+def test_what_was_saved_is_loaded_and_verifies(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    filled = state(0)
+    dcp.load(filled, storage_reader=RaysumeReader(tmp_path))
+    assert_equal(filled, state(7))
+    store = LocalStore(tmp_path)
+    log = CommitLog(store, None)
+    assert verify_commit(store, log, log.commits()[0]).is_good
+
+
+def test_the_newest_step_is_loaded_unless_one_is_named(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        save(tmp_path, step)
+    filled = state(0)
+    assert load(filled, RaysumeReader(tmp_path)) == 100
+    assert filled["step"] == 100
+    assert load(filled, RaysumeReader(tmp_path, step=9)) == 9
+    assert filled["step"] == 9
+    with pytest.raises(ObjectMissing, match=r"step 11 .*usable steps: 9, 10, 100"):
+        load(filled, RaysumeReader(tmp_path, step=11))
+
+
+def test_an_empty_place_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ObjectMissing, match=str(tmp_path / "typo")):
+        load(state(), RaysumeReader(tmp_path / "typo"))
+
+
+def test_tied_weights_are_stored_once_and_fill_both_names(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=False)})
+    model["head"].weight = model["embed"].weight
+    save(tmp_path, 1, {"model": model.state_dict()})
+    manifest = CommitLog(LocalStore(tmp_path), None)
+    stored = manifest.read_manifest(manifest.commits()[0]).tensors
+    assert set(stored) == {"model.embed.weight"}
+    filled = {"model": {"embed.weight": torch.zeros(50, 8), "head.weight": torch.zeros(50, 8)}}
+    load(filled, RaysumeReader(tmp_path))
+    assert torch.equal(filled["model"]["embed.weight"], model["embed"].weight)
+    assert torch.equal(filled["model"]["head.weight"], model["embed"].weight)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ({1, 2}, "builtins.set"),
+        (b"x", "builtins.bytes"),
+        (Path("a"), "PosixPath"),
+        ((1, torch.ones(1)), "torch.Tensor"),
+    ],
+)
+def test_what_is_no_plain_value_is_refused_by_name(tmp_path: Path, value: object, found: str) -> None:
+    with pytest.raises(NotPlainValue, match=rf"rank 0 step 3: extra\.thing.* is a .*{found}"):
+        save(tmp_path, 3, {"w": torch.ones(2), "extra": {"thing": value}})
+    assert steps(tmp_path) == []
+
+
+def test_a_checkpoint_exception_of_torch_shows_our_message(tmp_path: Path) -> None:
+    with pytest.raises(dcp.api.CheckpointException, match=r"rank 0 step 3: thing is a builtins\.set"):
+        dcp.save({"thing": {1}}, storage_writer=RaysumeWriter(tmp_path, step=3))
+
+
+def test_nothing_is_pickled_into_the_store(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) == 3
+    for file in files:
+        assert b"data.pkl" not in file.read_bytes()
+
+
+def test_names_that_do_not_match_are_listed_and_nothing_is_changed(tmp_path: Path) -> None:
+    save(tmp_path, 1, {"a": torch.ones(3), "b": torch.ones(3), "n": 1})
+    other = {"a": torch.zeros(3), "c": torch.zeros(3), "d": torch.zeros(3), "m": 5}
+    with pytest.raises(ManifestMismatch) as caught:
+        load(other, RaysumeReader(tmp_path))
+    assert (caught.value.missing, caught.value.unexpected) == (("c", "d", "m"), ("b", "n"))
+    assert not other["a"].any()
+    load(other, RaysumeReader(tmp_path, allow_partial=True))
+    assert other["a"].all()
+    assert not other["c"].any()
+    assert other["m"] == 5
+
+
+def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 1, {"a": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"Size mismatch.* for a"):
+        load({"a": torch.zeros(4)}, RaysumeReader(tmp_path))
+
+
+def test_a_corrupt_newest_falls_back_and_stays_out_of_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    shard = next((tmp_path / "shards").glob("step-0000000002/*/rank-00000.shard"))
+    content = bytearray(shard.read_bytes())
+    content[10] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(CorruptCheckpoint, match=r"rank-00000\.shard"):
+        load(state(0), RaysumeReader(tmp_path, step=2))
+    assert steps(tmp_path) == [1, 2]
+    filled = state(0)
+    with caplog.at_level(logging.WARNING):
+        assert load(filled, RaysumeReader(tmp_path)) == 1
+    assert "rank-00000.shard" in caplog.text
+    assert_equal(filled, state(1))
+    assert steps(tmp_path) == [1]
+
+
+def test_a_change_after_async_save_returned_is_not_stored_and_a_load_waits(tmp_path: Path) -> None:
+    """B19, B20."""
+    save(tmp_path, 6)
+    what = {**state(7), "w": torch.ones(1000, 1000), "tied": None, "values": [1, 2]}
+    what["tied"] = what["w"]
+    future = dcp.async_save(what, storage_writer=RaysumeWriter(tmp_path, step=7))
+    what["w"].fill_(2)
+    what["values"].append(3)
+    filled = {**state(0), "w": torch.zeros(1000, 1000), "tied": torch.zeros(1000, 1000), "values": []}
+    dcp.load(filled, storage_reader=RaysumeReader(tmp_path))
+    assert future.done()
+    assert filled["step"] == 7
+    assert filled["w"].unique().tolist() == filled["tied"].unique().tolist() == [1.0]
+    assert filled["values"] == [1, 2]
+    reader = RaysumeReader(tmp_path)
+    load(filled, reader)
+    assert "w" not in reader.manifest.tensors  # "tied" sorts first and is stored, once
+
+
+def test_an_async_save_that_failed_is_not_waited_for(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    future = dcp.async_save({"w": torch.ones(1), "bad": {1}}, storage_writer=RaysumeWriter(tmp_path, step=2))
+    filled = state(0)
+    dcp.load(filled, storage_reader=RaysumeReader(tmp_path))
+    assert filled["step"] == 1
+    with own_errors("save"), pytest.raises(dcp.api.CheckpointException):
+        future.result()
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step, metric in ((1, 0.5), (2, 3.0), (3, 2.0), (4, 4.0)):
+        save(tmp_path, step, keep=2, metric=metric)
+    assert steps(tmp_path) == [1, 3, 4]
+
+
+def test_a_save_that_goes_back_makes_the_later_ones_void(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    load(state(0), RaysumeReader(tmp_path, step=10))
+    save(tmp_path, 20, state(99))
+    assert steps(tmp_path) == [10, 20]
+    filled = state(0)
+    load(filled, RaysumeReader(tmp_path))
+    assert filled["step"] == 99
+
+
+def test_a_process_that_was_overtaken_saves_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    from storage import dcp_lineage
+
+    ours = dict(dcp_lineage._lineages)
+    monkeypatch.setattr(dcp_lineage, "_lineages", {})  # as another process would begin
+    save(tmp_path, 20)
+    monkeypatch.setattr(dcp_lineage, "_lineages", ours)
+    with pytest.raises(CommitRefused, match=r"step 30 of attempt a000001-.* a000002-.* committed step 20"):
+        save(tmp_path, 30)
+    assert steps(tmp_path) == [10, 20]
+    assert not list((tmp_path / "shards").glob("step-0000000030/**/*.shard"))
+
+
+def test_the_place_of_a_driver_is_refused(tmp_path: Path) -> None:
+    LocalStore(tmp_path).put(f"{JOURNAL}00000000.0badcafe.json", b"{}")
+    with pytest.raises(CommitRefused, match="belongs to a Run with a driver"):
+        save(tmp_path, 1)
+
+
+def test_a_writer_is_for_one_save_and_its_own_place(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave it out"):
+        dcp.save(state(), checkpoint_id="x", storage_writer=RaysumeWriter(tmp_path, step=1))
+    with pytest.raises(ValueError, match="keep 0"):
+        RaysumeWriter(tmp_path, step=1, keep=0)
+    with pytest.raises(StorageError, match="use_collectives"), own_errors("save"):
+        dcp.save(state(), storage_writer=RaysumeWriter(tmp_path, step=1), use_collectives=False)
+
+
+def test_a_state_can_be_rebuilt_without_a_template(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    what = OrderedDict(state(4))
+    del what["model"]["none"]
+    save(tmp_path, 4, dict(what))
+    found = _load_state_dict_from_keys(storage_reader=RaysumeReader(tmp_path))
+    assert torch.equal(found["model"]["w"], what["model"]["w"])
+    assert found["optim"]["param_groups"][0]["betas"] == (0.9, 0.95)
