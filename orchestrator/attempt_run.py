@@ -87,6 +87,7 @@ class AttemptRun:
         draining: Callable[[], frozenset[str]],
         living: Callable[[], frozenset[str]],
         asked_to_stop: Callable[[], Stop | None],
+        is_store_away: Callable[[], bool],
         move: Callable[[State], None],
     ) -> None:
         self._world = world
@@ -98,6 +99,7 @@ class AttemptRun:
         self._draining = draining
         self._living = living
         self._asked_to_stop = asked_to_stop
+        self._is_store_away = is_store_away
         self._move = move
         self._refs: dict[Any, str] = {}
         self._outcomes: dict[str, Outcome] = {}
@@ -227,9 +229,13 @@ class AttemptRun:
             return
         if not self._is_formed:
             return
+        world = self._config.world
+        if self._is_store_away():
+            # A World that parts now could not restore: it would stand still until the store is back.
+            world = world.model_copy(update={"accept_joins": False})
         decision = decide_leave(
             self._group.views(self._draining()),
-            self._config.world,
+            world,
             steps_left=self._config.run.steps - self._recorder.newest_step_this_attempt,
             is_someone_starting=self._group.is_someone_starting,
         )

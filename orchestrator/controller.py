@@ -11,21 +11,24 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Finished, Left
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Regroup, Stop, Wait
 from orchestrator.exit_codes import ExitCode
-from orchestrator.failure_policy import Counters, FaultKind, decide_after_fault
+from orchestrator.failure_policy import Counters, FaultKind, decide_after_fault, is_outage
 from orchestrator.journal import Journal
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.recorder import Recorder
 from orchestrator.resume import Resume
 from orchestrator.scaling_policy import WorkerView, choose_members, wait_reason, workers_that_fit
 from orchestrator.states import State, checked_move
+from orchestrator.store_waits import StoreWaits
+from orchestrator.store_watch import StoreUser
 from orchestrator.worker_group import WorkerGroup
-from storage.errors import ObjectMissing, StorageError, StoreUnavailable
+from storage.errors import StorageError, StoreUnavailable
 from storage.keys import Attempt
 from storage.sources import RestorePlan
 from workers.contract import AttemptSpec, Member, World
@@ -34,6 +37,9 @@ __all__ = ["Controller", "RunEnd"]
 
 _log = logging.getLogger(__name__)
 IN_FLIGHT_SAVE_S = 3.0  # how long a save that can still become whole is waited for before a restore is planned
+AFTER_OUTAGE_S = 15.0  # the same, where a Keeper tries again only now and then
+LAST_WORD_S = 5.0
+PACE_S = 5.0  # between Attempts that an outage breaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,13 @@ class Controller:
         self._state = State.GATHERING
         self._counters: Counters = journal.counters()
         self._dead_nodes: set[str] = set()
+        self._store = StoreWaits(
+            coordinator=coordinator,
+            recorder=recorder,
+            config=config.checkpoint,
+            tick=self._tick,
+            asked_to_stop=self._asked_to_stop,
+        )
 
     def run(self) -> RunEnd:
         """Attempt after Attempt until a Stop."""
@@ -148,7 +161,7 @@ class Controller:
 
     def _tick(self) -> None:
         """Bring the books up to date: signals, dead nodes, new nodes, workers that became ready or failed to start."""
-        self._recorder.record(self._coordinator.drain_signals())
+        self._store.take_signals()
         view = self._watcher.view()
         living = view.living()
         for node_id in self._group.known_nodes():
@@ -180,7 +193,7 @@ class Controller:
             return Stop(exit_code=ExitCode.REFUSED, reason="another driver has taken the run over")
         if self._stop_requested.is_set():
             return Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
-        return None
+        return self._store.verdict()
 
     # -- one attempt ------------------------------------------------------------------------------------------------
 
@@ -190,12 +203,12 @@ class Controller:
         self._next_number += 1
         try:
             plan = self._choose_plan(attempt, before)
-        except ObjectMissing as error:
-            return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=f"resume: {error}")
         except StoreUnavailable as error:
             return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=f"resume: {error}")
         except StorageError as error:
             return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=f"resume: {error}")
+        if isinstance(plan, Stop):
+            return plan
         world = World(
             attempt=attempt,
             members=tuple(
@@ -204,6 +217,9 @@ class Controller:
         )
         self._move(State.FORMING)
         restored_step = self._announce(world, cause, plan, before)
+        if isinstance(restored_step, Stop):
+            return restored_step
+        self._store.begin_attempt(restored_step)
         self._coordinator.begin_attempt(attempt, world.size, restored_step)
         run = AttemptRun(
             world=world,
@@ -215,30 +231,39 @@ class Controller:
             draining=self._draining,
             living=lambda: frozenset(self._watcher.view().living()) - self._dead_nodes,
             asked_to_stop=self._asked_to_stop,
+            is_store_away=lambda: self._store.is_away,
             move=self._move,
         )
         return run.run(self._specs(world, plan))
 
-    def _choose_plan(self, attempt: Attempt, before: AttemptEnd | None) -> RestorePlan | None:
+    def _choose_plan(self, attempt: Attempt, before: AttemptEnd | None) -> RestorePlan | Stop | None:
         """Where to go on. A save that every living rank already handed over is waited for first."""
+        stop: Stop | None = None
         if isinstance(before, Left):
-            self._coordinator.wait_settled(before.step, self._config.checkpoint.leave_timeout_s)
+            stop = self._store.wait_settled(before.step, self._config.checkpoint.leave_timeout_s)
         elif isinstance(before, Broken) and not before.facts.lost_nodes and self._coordinator.pending():
-            self._coordinator.wait_settled(None, IN_FLIGHT_SAVE_S)
-        self._recorder.record(self._coordinator.drain_signals())
+            stop = self._store.wait_settled(None, AFTER_OUTAGE_S if self._store.is_away else IN_FLIGHT_SAVE_S)
+        if stop is not None:
+            return stop
+        self._store.take_signals()
         if self._recorder.num_commits:
             # Only now: an Attempt that broke before its first Commit must not go on from elsewhere, or from nothing.
             self._resume = Resume(allow_partial=self._config.run.allow_partial)
-        return self._coordinator.choose_plan(attempt, self._resume.step, self._resume.allow_partial, self._resume.url)
+        resume = self._resume
+        return self._store.call(
+            StoreUser.PLAN,
+            lambda: self._coordinator.choose_plan(attempt, resume.step, resume.allow_partial, resume.url),
+            outlasts_refusals=self._recorder.num_commits > 0,
+        )
 
-    def _announce(self, world: World, cause: str, plan: RestorePlan | None, before: AttemptEnd | None) -> int:
+    def _announce(self, world: World, cause: str, plan: RestorePlan | None, before: AttemptEnd | None) -> int | Stop:
         """Journal the Attempt and its plan before any rank loads; returns the step it resumes from."""
         restored_step = plan.step if plan is not None else 0
         lost_steps = self._recorder.lost_steps(restored_step)
         detected_s = self._recorder.since_start_s(before.detected_at_s) if isinstance(before, Broken | Left) else None
-        self._journal.append_counters(
+        # Before any rank loads: a number that is not in the Journal could be another driver's too.
+        stop = self._write_journal(
             "attempt",
-            self._counters,
             number=world.attempt.number,
             nonce=world.attempt.nonce,
             cause=cause,
@@ -247,6 +272,8 @@ class Controller:
             restored_from=plan.source.stem if plan is not None else None,
             lost_steps=lost_steps,
         )
+        if stop is not None:
+            return stop
         self._recorder.attempt_started(
             world.attempt,
             world.size,
@@ -261,6 +288,11 @@ class Controller:
         _log.info("attempt %d: %d workers, from step %d (%s)", world.attempt.number, world.size, restored_step, cause)
         self._recorder.forget_beyond(restored_step)
         return restored_step
+
+    def _write_journal(self, kind: str, **values: Any) -> Stop | None:
+        return self._store.call(
+            StoreUser.JOURNAL, lambda: self._journal.append_counters(kind, self._counters, **values)
+        )
 
     def _specs(self, world: World, plan: RestorePlan | None) -> dict[str, AttemptSpec]:
         host, port = self._rendezvous()
@@ -285,9 +317,7 @@ class Controller:
             case Finished():
                 return self._await_final_commit()
             case Left(stop=Stop() as stop):
-                self._coordinator.wait_settled(end.step, self._config.checkpoint.leave_timeout_s)
-                self._recorder.record(self._coordinator.drain_signals())
-                return stop
+                return self._store.last_try(end.step, self._config.checkpoint.leave_timeout_s, stop)
             case Left():
                 return self._after_leaving(end)
             case Broken():
@@ -296,10 +326,12 @@ class Controller:
     def _await_final_commit(self) -> Stop:
         self._move(State.SAVING)
         total = self._config.run.steps
-        self._coordinator.wait_settled(total, self._config.checkpoint.final_timeout_s)
-        self._recorder.record(self._coordinator.drain_signals())
+        stop = self._store.wait_settled(total, self._config.checkpoint.final_timeout_s)
+        self._store.take_signals()
         if self._coordinator.has_committed(total):
             return Stop(exit_code=ExitCode.SUCCESS, reason=f"finished step {total}")
+        if stop is not None:
+            return stop
         reason = f"step {total} was trained but its final save was not committed; see the save_failed events"
         return Stop(exit_code=ExitCode.FINAL_SAVE_FAILED, reason=reason)
 
@@ -320,12 +352,15 @@ class Controller:
             self._group.remove_worker(worker_id)
         root = end.fault.root
         if root is not None and root.corrupt_step is not None:
+            bad, key, why = root.corrupt_step, root.corrupt_key or "-", root.message
             url = self._resume.url if self._recorder.num_commits == 0 else None
             try:
-                self._coordinator.quarantine(root.corrupt_step, root.corrupt_key or "-", root.message, url)
+                stop = self._store.call(StoreUser.PLAN, lambda: self._coordinator.quarantine(bad, key, why, url))
             except StorageError as error:
                 reason = f"{end.fault.detail}; taking it out of use failed: {error}"
                 return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=reason)
+            if stop is not None:
+                return stop
         decision, self._counters = decide_after_fault(
             end.fault,
             self._counters,
@@ -334,15 +369,24 @@ class Controller:
             steps_kept=self._recorder.commits_this_attempt,
         )
         kind = type(decision).__name__.lower()
-        self._journal.append_counters("decision", self._counters, decision=kind, reason=decision.reason)
+        stop = self._write_journal("decision", decision=kind, reason=decision.reason)
+        if stop is not None:
+            return stop
         self._recorder.emit("decision", decision=kind, reason=decision.reason)
+        if is_outage(end.fault) and isinstance(decision, Regroup):
+            self._store.loading_failed(end.fault.detail)
+            return self._store.pause(PACE_S) or decision
         return decision
 
     def _end(self, stop: Stop, weights_digest: str | None = None) -> RunEnd:
-        self._recorder.record(self._coordinator.drain_signals())
+        self._store.take_signals()
         self._move(State.ENDED)
         if stop.exit_code is not ExitCode.REFUSED:
-            self._journal.append_counters("end", self._counters, exit_code=int(stop.exit_code), reason=stop.reason)
+            end = {"exit_code": int(stop.exit_code), "reason": stop.reason}
+            try:
+                self._journal.append_counters("end", self._counters, deadline_s=LAST_WORD_S, **end)
+            except StorageError as error:
+                _log.warning("the end of this driver is not in the Journal: %s", error)
         return RunEnd(exit_code=stop.exit_code, reason=stop.reason, weights_digest=weights_digest)
 
     def _move(self, following: State) -> None:

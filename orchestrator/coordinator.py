@@ -1,7 +1,8 @@
 """The coordinator: asks the save policy, issues Orders, merges Receipts and is the only writer of Commits.
 
 A plain class; `coordinator_actor` makes it remote. It never asks a rank or a Keeper anything: all comes to it. Slow
-work (merging, writing, sweeping) runs on one committer thread, so `exchange` and `deliver` answer at once.
+work (merging, writing, sweeping) runs on one committer thread, so `exchange` and `deliver` answer at once. While the
+store is away that thread goes on trying the Commit at hand; `choose_plan` says so instead of waiting behind it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from orchestrator.committer import CommittedStep, Committer
+from orchestrator.patient_store import PatientStore
 from orchestrator.pending_saves import PendingSaves
 from orchestrator.save_policy import SaveFacts, decide_save
 from orchestrator.signals import (
@@ -21,14 +23,17 @@ from orchestrator.signals import (
     Evaluated,
     Quarantined,
     SaveBound,
+    SaveDelayed,
     SaveFailed,
     SaveSkipped,
+    SaveSlow,
     Signal,
     StepFinished,
 )
+from orchestrator.slow_saves import SlowSave, SlowSaves
 from storage.config import CheckpointConfig
-from storage.errors import CommitRefused, StorageError
-from storage.keys import Attempt, StepKey
+from storage.errors import CommitRefused, StorageError, StoreUnavailable
+from storage.keys import LEASES, Attempt, StepKey
 from storage.manifest import Receipt
 from storage.sources import RestorePlan
 from workers.contract import ExchangeReply, ExchangeRequest, Order, OrderKind
@@ -37,6 +42,9 @@ __all__ = ["Coordinator"]
 
 _log = logging.getLogger(__name__)
 PLAN_S = 540.0  # reading the commit log and one Manifest, retries of the store included
+_LOOK_S = 0.5  # how often a call that waits behind a Commit looks whether the store is away
+_CHECK_S = 10.0
+_REPEAT_S = 1.0  # the same delay is passed on at most once in this time
 _MAX_SIGNALS = 20_000  # the controller drains several times a second; past this the oldest step reports are dropped
 
 
@@ -47,11 +55,13 @@ class Coordinator:
         self,
         *,
         committer: Committer,
+        store: PatientStore,
         config: CheckpointConfig,
         total_steps: int,
         monotonic: Callable[[], float],
     ) -> None:
         self._committer = committer
+        self._store = store  # the one that the committer writes to
         self._config = config
         self._total_steps = total_steps
         self._monotonic = monotonic
@@ -59,6 +69,8 @@ class Coordinator:
         self._attempt: Attempt | None = None
         self._base_step = 0
         self._pending = PendingSaves()
+        self._slow = SlowSaves()
+        self._delays: dict[tuple[int, int | None], float] = {}
         self._signals: deque[Signal] = deque(maxlen=_MAX_SIGNALS)
         self._order: Order | None = None
         self._num_orders = 0
@@ -84,6 +96,8 @@ class Coordinator:
             self._metrics = {step: loss for step, loss in self._metrics.items() if step <= base_step}
             self._last_save_at = self._monotonic()
             self._pending.begin(world_size)
+            self._slow.forget_all()
+            self._delays.clear()
             self._lock.notify_all()
 
     def submit_leave(self, reason: str) -> int:
@@ -99,6 +113,9 @@ class Coordinator:
     def drain_signals(self) -> tuple[Signal, ...]:
         """Everything observed since the last call, in order."""
         with self._lock:
+            if self._attempt is not None:
+                for slow in self._slow.overdue(self._pending.missing(), self._monotonic()):
+                    self._say_slow(self._attempt, slow)
             signals = tuple(self._signals)
             self._signals.clear()
             return signals
@@ -127,14 +144,31 @@ class Coordinator:
     def choose_plan(
         self, attempt: Attempt, step: int | None, allow_partial: bool, url: str | None
     ) -> RestorePlan | None:
-        """The one answer to where ``attempt`` goes on. Bad Checkpoints met on the way are quarantined and signalled."""
+        """The one answer to where ``attempt`` goes on. Bad Checkpoints met on the way are quarantined and signalled.
+
+        Raises StoreUnavailable while a Commit waits for the store, whose step the plan would miss: ask again.
+        """
         # On the committer thread: behind every Commit under way, and never beside a deletion.
         chosen = self._executor.submit(self._committer.choose_plan, attempt, step, allow_partial, url)
-        plan, quarantined = chosen.result(timeout=PLAN_S)
+        self._await_turn(chosen)
+        plan, quarantined = chosen.result(timeout=_LOOK_S)
         with self._lock:
             for key, object_key, reason in quarantined:
                 self._signals.append(Quarantined(attempt=attempt, step=key.step, key=object_key, reason=reason))
         return plan
+
+    def _await_turn(self, chosen: Future[Any]) -> None:
+        deadline = self._monotonic() + PLAN_S
+        while not wait([chosen], timeout=_LOOK_S).done:
+            reason = self._store.trouble
+            if reason is None and self._monotonic() >= deadline:
+                reason = f"no answer within {PLAN_S:g} s"
+            if reason is not None and chosen.cancel():
+                raise StoreUnavailable("choose a restore plan from", "commits/", f"waiting behind a Commit: {reason}")
+
+    def check_store(self) -> None:
+        """Ask the store for a short listing. Raises StoreUnavailable."""
+        self._store.list(LEASES, deadline_s=_CHECK_S)
 
     def quarantine(self, key: StepKey, object_key: str, reason: str, url: str | None = None) -> None:
         """Take a Checkpoint that a rank could not read out of use, for good. ``url``: it is another Run's."""
@@ -144,7 +178,8 @@ class Coordinator:
             self._signals.append(Quarantined(attempt=attempt, step=key.step, key=object_key, reason=reason))
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finish what the committer thread holds."""
+        """Finish what the committer thread holds, but wait for no store."""
+        self._store.close()
         done = self._executor.submit(lambda: None)
         done.result(timeout=timeout_s)
         self._executor.shutdown(wait=False)
@@ -178,10 +213,12 @@ class Coordinator:
             if not self._pending.expect(bound.step):
                 continue
             self._last_save_at = self._monotonic()
+            self._slow.begin(bound.step, self._last_save_at)
             reason = self._reasons.get(bound.number, "order")
             self._signals.append(SaveBound(attempt=request.attempt, bound=bound, reason=reason))
         for step in request.skipped:
             self._pending.give_up(step)
+            self._slow.forget(step)
             self._signals.append(SaveSkipped(attempt=request.attempt, step=step))
         horizon = self._newest_step - 1000
         for table in (self._losses, self._ledgers, self._metrics):
@@ -242,10 +279,19 @@ class Coordinator:
 
     def report_delayed(self, attempt: Attempt, step: int, rank: int, reason: str, failing_for_s: float) -> bool:
         """The store fails a Keeper, which keeps the Snapshot and tries again."""
-        _log.warning(
-            "attempt %s step %d rank %d: not stored for %.0f s: %s", attempt.label, step, rank, failing_for_s, reason
-        )
+        self._delay(attempt, step, rank, reason, failing_for_s)
         return True
+
+    def _delay(self, attempt: Attempt, step: int, rank: int | None, reason: str, failing_for_s: float) -> None:
+        now = self._monotonic()
+        with self._lock:
+            if attempt != self._attempt or now - self._delays.get((step, rank), -_REPEAT_S) < _REPEAT_S:
+                return
+            self._delays[step, rank] = now
+            self._slow.explain(step)
+            self._signals.append(
+                SaveDelayed(attempt=attempt, step=step, rank=rank, reason=reason, failing_for_s=failing_for_s)
+            )
 
     def report_failed(self, attempt: Attempt, step: int, rank: int, reason: str) -> bool:
         """A Snapshot that will never be durable: its step is given up."""
@@ -257,6 +303,7 @@ class Coordinator:
     def _give_up(self, attempt: Attempt, step: int, reason: str) -> None:
         if self._pending.give_up(step):
             _log.warning("save of step %d given up: %s", step, reason)
+            self._forget_times(step)
             self._signals.append(SaveFailed(attempt=attempt, step=step, reason=reason))
         self._lock.notify_all()
 
@@ -278,9 +325,16 @@ class Coordinator:
                 "metric": self._metrics.get(step),
                 "ledger": self._ledgers.get(step),
             }
-        done: CommittedStep = self._committer.commit(receipts, base_step=base_step, **facts)
+        began_at = self._monotonic()
+        with self._store.patience(lambda reason, for_s: self._delay(attempt, step, None, reason, for_s)):
+            done: CommittedStep = self._committer.commit(receipts, base_step=base_step, **facts)
+        now = self._monotonic()
         with self._lock:
             if attempt == self._attempt:
+                slow = self._slow.committed(step, receipts, now - began_at, now)
+                if slow is not None:
+                    self._say_slow(attempt, slow)
+                self._forget_times(step)
                 self._pending.settle_committed(step)
                 self._lock.notify_all()
             self._signals.append(
@@ -297,3 +351,13 @@ class Coordinator:
             self._committer.retain()
         except StorageError as error:
             _log.warning("old Checkpoints stay for now: %s", error)
+
+    def _say_slow(self, attempt: Attempt, slow: SlowSave) -> None:
+        self._signals.append(
+            SaveSlow(attempt=attempt, step=slow.step, seconds=slow.seconds, usual_s=slow.usual_s, cause=slow.cause)
+        )
+
+    def _forget_times(self, step: int) -> None:
+        self._slow.forget(step)
+        for key in [key for key in self._delays if key[0] == step]:
+            del self._delays[key]

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from orchestrator.committer import Committer
 from orchestrator.coordinator import Coordinator
+from orchestrator.patient_store import PatientStore
 from orchestrator.signals import Signal
 from storage.config import CheckpointConfig
 from storage.keys import Attempt, StepKey
@@ -25,6 +26,7 @@ from workers.contract import ExchangeReply, ExchangeRequest
 
 __all__ = ["MAX_CALLS", "CoordinatorActor", "CoordinatorShell", "coordinator_name", "utc_now"]
 
+_GRACE_S = 60.0  # a Commit outlasts checkpoint.max_outage_s by this: it is the controller that ends the Run
 MAX_CALLS = 64  # concurrent calls: Keepers, rank 0, the controller's waits
 
 
@@ -52,16 +54,19 @@ class CoordinatorShell:
         owner: str,
     ) -> None:
         self._owner = owner
+        # Few tries in one call: an outage is noticed soon, and who outlasts it is decided above.
+        few_tries = config.store.model_copy(update={"retries": min(1, config.store.retries)})
+        store = PatientStore(open_store(root_url, few_tries), limit_s=config.max_outage_s + _GRACE_S)
         committer = Committer(
             run_id=run_id,
-            store=open_store(root_url, config.store),
+            store=store,
             config=config,
             metadata=metadata,
             now_utc=utc_now,
             monotonic=time.monotonic,
         )
         self._coordinator = Coordinator(
-            committer=committer, config=config, total_steps=total_steps, monotonic=time.monotonic
+            committer=committer, store=store, config=config, total_steps=total_steps, monotonic=time.monotonic
         )
 
     def owner(self) -> str:
@@ -93,6 +98,9 @@ class CoordinatorShell:
         self, attempt: Attempt, step: int | None, allow_partial: bool, url: str | None
     ) -> RestorePlan | None:
         return self._coordinator.choose_plan(attempt, step, allow_partial, url)
+
+    def check_store(self) -> None:
+        self._coordinator.check_store()
 
     def quarantine(self, key: StepKey, object_key: str, reason: str, url: str | None) -> None:
         self._coordinator.quarantine(key, object_key, reason, url)

@@ -46,18 +46,23 @@ class CoordinatorClient:
         self, attempt: Attempt, step: int | None, allow_partial: bool, url: str | None
     ) -> RestorePlan | None:
         ref = self.actor.choose_plan.remote(attempt, step, allow_partial, url)
-        try:
-            plan: RestorePlan | None = ray.get(ref, timeout=_STORE_S)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None if isinstance(error.cause, Exception) else error
+        plan: RestorePlan | None = _answer(ref)
         return plan
 
+    def check_store(self) -> None:
+        """Raises StoreUnavailable."""
+        _answer(self.actor.check_store.remote())
+
     def quarantine(self, key: StepKey, object_key: str, reason: str, url: str | None) -> None:
-        ref = self.actor.quarantine.remote(key, object_key, reason, url)
-        try:
-            ray.get(ref, timeout=_STORE_S)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None if isinstance(error.cause, Exception) else error
+        _answer(self.actor.quarantine.remote(key, object_key, reason, url))
 
     def close(self) -> None:
         ray.get(self.actor.close.remote(), timeout=_STORE_S)
+
+
+def _answer(ref: Any) -> Any:
+    """The result of a call that asks the store; its error as it was raised there."""
+    try:
+        return ray.get(ref, timeout=_STORE_S)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None if isinstance(error.cause, Exception) else error

@@ -1,12 +1,18 @@
 """Keeps the Run's Lease alive from a thread of the driver and says when it was lost.
 
 Which driver may hold it is storage.lease's business; within one cluster the coordinator's actor name excludes already.
+
+The rule for a store that is away: a Lease that cannot be renewed is not lost. It is lost only once the store shows that
+another driver took it. Until then this driver trains on, cut off or not, and that is safe: it begins no Attempt, which
+takes a plan and a Journal entry from the store, and what it commits later is refused or void when another driver, under
+a higher Attempt, has gone on meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -15,6 +21,7 @@ from storage.errors import LeaseHeld, StorageError
 __all__ = ["DriverLease", "HeldLease"]
 
 _log = logging.getLogger(__name__)
+_CLOSE_S = 10.0
 
 
 class HeldLease(Protocol):
@@ -33,6 +40,7 @@ class DriverLease:
         self._interval_s = interval_s
         self.lost = threading.Event()
         self._closed = threading.Event()
+        self._failing_since: float | None = None
         self._thread = threading.Thread(target=self._keep, name="driver-lease", daemon=True)
 
     def __enter__(self) -> Self:
@@ -43,8 +51,11 @@ class DriverLease:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._closed.set()
-        self._thread.join(timeout=30.0)
+        self._thread.join(timeout=_CLOSE_S)
         if self.lost.is_set():
+            return
+        if self._failing_since is not None:
+            _log.warning("the lease cannot be given back while the store is away; it will expire")
             return
         try:
             self._lease.release()
@@ -60,4 +71,18 @@ class DriverLease:
                 self.lost.set()
                 return
             except StorageError as error:
-                _log.warning("lease: the store does not answer, trying again: %s", error)
+                self._note_failure(error)
+            else:
+                self._note_success()
+
+    def _note_failure(self, error: StorageError) -> None:
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+            _log.warning("the lease cannot be renewed, which is tried on and on: %s", error)
+        else:
+            _log.debug("the lease cannot be renewed: %s", error)
+
+    def _note_success(self) -> None:
+        if self._failing_since is not None:
+            _log.info("the lease is renewed again after %.0f s", time.monotonic() - self._failing_since)
+        self._failing_since = None

@@ -13,6 +13,8 @@ from storage.object_store import ObjectStore
 __all__ = ["EventMirror", "fetch_events"]
 
 _log = logging.getLogger(__name__)
+_DEADLINE_S = 30.0
+_LAST_S = 5.0  # at the end, in an outage
 
 
 def fetch_events(store: ObjectStore, path: Path) -> None:
@@ -40,32 +42,38 @@ def _joined(local: bytes, stored: bytes) -> bytes:
 
 
 class EventMirror:
-    """Uploads ``path`` every ``interval_s`` when it grew, and once more on close. A store that is away is warned of."""
+    """Uploads ``path`` every ``interval_s`` when it grew, and once more on close. A store that is away is warned of
+    once; what was missed is in the next copy, since each is whole."""
 
     def __init__(self, store: ObjectStore, path: Path, interval_s: float = 10.0) -> None:
         self._store = store
         self._path = path
         self._interval_s = interval_s
         self._uploaded = -1
+        self._is_failing = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="event-mirror", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join(timeout=60.0)
-        self._upload()
+        self._thread.join(timeout=_LAST_S if self._is_failing else _DEADLINE_S)
+        self._upload(_LAST_S if self._is_failing else _DEADLINE_S)
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s):
-            self._upload()
+            self._upload(_DEADLINE_S)
 
-    def _upload(self) -> None:
+    def _upload(self, deadline_s: float) -> None:
         size = self._path.stat().st_size
         if size == self._uploaded:
             return
         try:
-            self._store.put(EVENTS, self._path.read_bytes(), deadline_s=30.0)
-            self._uploaded = size
+            self._store.put(EVENTS, self._path.read_bytes(), deadline_s=deadline_s)
         except StorageError as error:
-            _log.warning("events could not be copied to %s: %s", self._store.url, error)
+            level = logging.DEBUG if self._is_failing and not self._closed.is_set() else logging.WARNING
+            _log.log(level, "events are not copied to %s for now: %s", self._store.url, error)
+            self._is_failing = True
+            return
+        self._uploaded = size
+        self._is_failing = False

@@ -17,7 +17,7 @@ class ExitCode(IntEnum):
     PREEMPTED = 13  # every node is going away, or the preemption budget is used up
     STOPPED = 14  # Ctrl-C, SIGTERM or `ray job stop`
     BELOW_MINIMUM = 15  # fewer than world.min_workers for longer than world.max_wait_s
-    STORAGE_OUTAGE = 16  # the store stayed away
+    STORAGE_OUTAGE = 16  # the store stayed away too long, or too many saves in a row failed
     FINAL_SAVE_FAILED = 17  # trained to the last step, which could not be committed
     REFUSED = 18  # another driver holds the Run
     INTERNAL_ERROR = 19  # a fault of Raysume itself

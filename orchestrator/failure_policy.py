@@ -12,9 +12,19 @@ from enum import StrEnum
 from orchestrator.config import FailureConfig
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
+from storage.errors import StoreUnavailable
 from workers.contract import CauseKind, FailureCause, Outcome, OutcomeKind
 
-__all__ = ["MAX_FRUITLESS_ATTEMPTS", "AttemptFacts", "Counters", "Fault", "FaultKind", "classify", "decide_after_fault"]
+__all__ = [
+    "MAX_FRUITLESS_ATTEMPTS",
+    "AttemptFacts",
+    "Counters",
+    "Fault",
+    "FaultKind",
+    "classify",
+    "decide_after_fault",
+    "is_outage",
+]
 
 MAX_CORRUPT_ATTEMPTS = 64
 MAX_FRUITLESS_ATTEMPTS = 8  # attempts in a row that finish no step: something is broken that a regroup cannot mend
@@ -108,6 +118,11 @@ def classify(facts: AttemptFacts) -> Fault:
     return Fault(kind=FaultKind.COLLECTIVE, detail=f"a collective failed, yet every member lives: {said}")
 
 
+def is_outage(fault: Fault) -> bool:
+    """Whether ranks failed only because the store did not answer."""
+    return fault.root is not None and fault.root.error_type == StoreUnavailable.__name__
+
+
 def _over(count: int, limit: int) -> bool:
     return 0 <= limit < count
 
@@ -118,7 +133,7 @@ def decide_after_fault(
     """Go on or stop, and the counters after. ``steps_finished``: optimizer steps the broken Attempt finished;
     ``steps_kept``: those of them that a Commit keeps, which alone count as progress where storage is the trouble."""
     progress = steps_kept if fault.kind is FaultKind.STORAGE else steps_finished
-    counters = replace(counters, fruitless=0 if progress else counters.fruitless + 1)
+    before, counters = counters, replace(counters, fruitless=0 if progress else counters.fruitless + 1)
     match fault.kind:
         case FaultKind.MISMATCH:
             return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=fault.detail), counters
@@ -135,6 +150,10 @@ def decide_after_fault(
             if _over(counters.preemptions, config.max_preemptions):
                 reason = f"{counters.preemptions} preemptions, failure.max_preemptions is {config.max_preemptions}"
                 return Stop(exit_code=ExitCode.PREEMPTED, reason=f"{reason}; last: {fault.detail}"), counters
+        case FaultKind.STORAGE if is_outage(fault):
+            # How long an outage is outlasted is told by checkpoint.max_outage_s (storage_policy), not by this count.
+            counters = replace(counters, storage_errors=counters.storage_errors + 1, fruitless=before.fruitless)
+            return Regroup(cause=fault.kind.value, reason=fault.detail), counters
         case FaultKind.STORAGE:
             counters = replace(counters, storage_errors=counters.storage_errors + 1)
             if counters.fruitless >= MAX_FRUITLESS_ATTEMPTS:

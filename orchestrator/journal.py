@@ -62,12 +62,12 @@ class Journal:
                 continue
             self.entries.append(entry)
 
-    def append(self, kind: str, **values: Any) -> JournalEntry:
-        """Write one entry; durable when this returns."""
+    def append(self, kind: str, *, deadline_s: float = 60.0, **values: Any) -> JournalEntry:
+        """Write one entry; durable when this returns. After StoreUnavailable the same call may be made again."""
         sequence = 1 + max((entry.sequence for entry in self.entries), default=0)
         entry = JournalEntry(sequence=sequence, kind=kind, time_utc=self._now_utc(), fields=values)
         body = {"kind": kind, "time_utc": entry.time_utc, "fields": values}
-        self._store.put(journal_key(sequence, self._nonce), json.dumps(body, indent=1).encode())
+        self._store.put(journal_key(sequence, self._nonce), json.dumps(body, indent=1).encode(), deadline_s=deadline_s)
         self.entries.append(entry)
         return entry
 
@@ -84,6 +84,6 @@ class Journal:
                 return Counters(**{name: value for name, value in saved.items() if name in known})
         return Counters()
 
-    def append_counters(self, kind: str, counters: Counters, **values: Any) -> None:
+    def append_counters(self, kind: str, counters: Counters, *, deadline_s: float = 60.0, **values: Any) -> None:
         """Write an entry that carries the failure counters."""
-        self.append(kind, counters=asdict(counters), **values)
+        self.append(kind, deadline_s=deadline_s, counters=asdict(counters), **values)

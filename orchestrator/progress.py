@@ -6,7 +6,7 @@ Everything goes to stderr: stdout belongs to the report and to `--json`.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from orchestrator.summary import Event
@@ -44,7 +44,13 @@ class RunStatus:
     world_size: int = 0
     committed_step: int | None = None
     phase: str = "starting"
+    is_store_away: bool = False
     _tokens: int | None = None
+    _finished_s: float | None = None
+    _base_step: int = 0
+    _durable_s: float | None = None
+    _away_since_s: float | None = None
+    _bound: dict[int, float | None] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
         match event.get("event"):
@@ -53,12 +59,21 @@ class RunStatus:
             case "attempt_started":
                 self.phase, self.world_size = "forming", _number(event, "world_size", self.world_size)
                 self.step, self._tokens = _number(event, "restored_step", self.step), None
+                self._base_step, self._durable_s, self._finished_s = self.step, None, None
+                self._bound.clear()
             case "regrouped":
                 self.phase = "loading"
             case "step":
                 self._add_step(event)
+            case "save_bound":
+                self._bound[_number(event, "step", 0)] = None
             case "committed":
-                self.committed_step = _number(event, "step", 0)
+                self._add_commit(_number(event, "step", 0))
+            case "store_away":
+                self.is_store_away = True
+                self._away_since_s = None if self._finished_s is None else self._finished_s - _span(event, "away_s")
+            case "store_back":
+                self.is_store_away = False
             case "fault":
                 self.phase = "regrouping"
             case "waiting":
@@ -66,8 +81,22 @@ class RunStatus:
             case "run_finished":
                 self.phase = str(event.get("status", "finished"))
 
+    def is_said_already(self, event: Event) -> bool:
+        """Each failed save of an outage is counted when the outage ends; saying them one by one tells nothing more."""
+        return self.is_store_away and event.get("event") == "save_failed"
+
+    def _add_commit(self, step: int) -> None:
+        self.committed_step = self._base_step = step
+        self._durable_s = self._bound.get(step) or self._finished_s
+        self._bound = {bound: at_s for bound, at_s in self._bound.items() if bound > step}
+
     def _add_step(self, event: Event) -> None:
         self.phase = "training"
+        self._finished_s = _seconds(event, "finished_s")
+        if self._durable_s is None:
+            self._durable_s = self._finished_s
+        if event.get("step") in self._bound:
+            self._bound[_number(event, "step", 0)] = self._finished_s
         self.step = _number(event, "step", self.step)
         self.world_size = _number(event, "world_size", self.world_size)
         loss, seconds = event.get("loss"), event.get("step_s")
@@ -78,7 +107,7 @@ class RunStatus:
         self._tokens = tokens
 
     def line(self) -> str:
-        """E.g. ``step 40/120 · loss 5.213 · 2,214 tokens/s · 4 workers · committed 30 · training``."""
+        """E.g. ``step 40/120 · loss 5.213 · 2,214 tokens/s · 4 workers · committed 30 · 10 steps (8 s) at risk``."""
         parts = [f"step {self.step}/{self.total_steps}" if self.total_steps else f"step {self.step}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.3f}")
@@ -87,8 +116,18 @@ class RunStatus:
         if self.world_size:
             parts.append(f"{self.world_size} worker{'s' if self.world_size > 1 else ''}")
         parts.append("no checkpoint yet" if self.committed_step is None else f"committed {self.committed_step}")
+        at_risk = self.step - self._base_step
+        if at_risk > 0:
+            parts.append(f"{at_risk} step{'s' if at_risk > 1 else ''}{self._since(self._durable_s)} at risk")
+        if self.is_store_away:
+            parts.append(f"STORE AWAY{self._since(self._away_since_s)}")
         parts.append(self.phase)
         return " · ".join(parts)
+
+    def _since(self, began_s: float | None) -> str:
+        if began_s is None or self._finished_s is None:
+            return ""
+        return f" ({self._finished_s - began_s:.0f} s)"
 
 
 def event_line(event: Event) -> str | None:
@@ -107,6 +146,19 @@ def event_line(event: Event) -> str | None:
             return f"{why}: {event.get('world_size')} workers, {start}{again}"
         case "waiting":
             return f"waiting: {event.get('have')} of {event.get('need')} workers; {event.get('missing')}"
+        case "store_away":
+            return f"the store is away, training goes on: {event.get('reason')}"
+        case "work_at_risk":
+            risk = f"{event.get('at_risk_steps')} steps ({_whole(event, 'at_risk_s')} s) at risk"
+            away = f"the store has been away for {_whole(event, 'away_s')} s"
+            return f"{away}: {risk} since step {event.get('durable_step')}"
+        case "store_back":
+            missed = f"{event.get('saves_failed')} failed, {event.get('saves_skipped')} skipped"
+            newest = f"the newest checkpoint is of step {event.get('durable_step')}"
+            return f"the store is back after {_whole(event, 'away_s')} s: {newest}; saves meanwhile: {missed}"
+        case "save_slow":
+            usual = f"{_whole(event, 'seconds')} s, usual are {_whole(event, 'usual_s')} s"
+            return f"save of step {event.get('step')} is slow ({usual}): {event.get('cause')}"
         case "save_failed":
             return f"save of step {event.get('step')} failed: {event.get('reason')}"
         case "quarantined":
@@ -149,7 +201,7 @@ class _PlainProgress:
 
     def on_event(self, event: Event) -> None:
         self._status.add(event)
-        line = event_line(event)
+        line = None if self._status.is_said_already(event) else event_line(event)
         if line is not None:
             self.note(line)
         step, total = self._status.step, self._status.total_steps
@@ -185,7 +237,7 @@ class _LiveProgress:
 
     def on_event(self, event: Event) -> None:
         self._status.add(event)
-        line = event_line(event)
+        line = None if self._status.is_said_already(event) else event_line(event)
         if line is not None:
             self.note(line)
         total = self._status.total_steps or None
@@ -209,3 +261,17 @@ def _number(event: Event, key: str, default: int) -> int:
 def _figure(event: Event, key: str) -> str:
     value = event.get(key)
     return f"{value:.3f}" if isinstance(value, int | float) else "?"
+
+
+def _whole(event: Event, key: str) -> str:
+    value = event.get(key)
+    return f"{value:.0f}" if isinstance(value, int | float) else "?"
+
+
+def _span(event: Event, key: str) -> float:
+    return _seconds(event, key) or 0.0
+
+
+def _seconds(event: Event, key: str) -> float | None:
+    value = event.get(key)
+    return float(value) if isinstance(value, int | float) else None

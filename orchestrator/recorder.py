@@ -14,8 +14,10 @@ from orchestrator.signals import (
     Evaluated,
     Quarantined,
     SaveBound,
+    SaveDelayed,
     SaveFailed,
     SaveSkipped,
+    SaveSlow,
     Signal,
     StepFinished,
 )
@@ -46,6 +48,7 @@ class Recorder:
         self.commits_this_attempt = 0
         self.newest_step_this_attempt = 0
         self.num_commits = 0  # of this driver
+        self._delayed: set[tuple[int, int | None]] = set()
 
     def since_start_s(self, unix_s: float) -> float:
         """A wall-clock time as seconds since the Run's start, as events give it."""
@@ -56,6 +59,7 @@ class Recorder:
         self.steps_this_attempt = 0
         self.commits_this_attempt = 0
         self.newest_step_this_attempt = int(fields["restored_step"])
+        self._delayed.clear()
         self._sink.emit("attempt_started", attempt=attempt.number, world_size=world_size, **fields)
 
     def emit(self, event: str, *, attempt: Attempt | None = None, step: int | None = None, **fields: Any) -> None:
@@ -118,6 +122,33 @@ class Recorder:
                 self._sink.emit("save_skipped", attempt=number, step=step, reason=reason)
             case SaveFailed(step=step, reason=reason):
                 self._sink.emit("save_failed", attempt=number, step=step, reason=reason)
+            case SaveDelayed(step=step, rank=rank):
+                if (step, rank) not in self._delayed:  # the first word of it is enough: an outage has its own events
+                    self._delayed.add((step, rank))
+                    self._sink.emit(
+                        "save_delayed",
+                        attempt=number,
+                        step=step,
+                        rank=rank,
+                        reason=signal.reason,
+                        failing_for_s=signal.failing_for_s,
+                    )
+            case SaveSlow(step=step):
+                self._sink.emit(
+                    "save_slow",
+                    attempt=number,
+                    step=step,
+                    seconds=signal.seconds,
+                    usual_s=signal.usual_s,
+                    cause=signal.cause,
+                )
+                _log.warning(
+                    "save of step %d takes %.1f s, usual are %.1f s: %s",
+                    step,
+                    signal.seconds,
+                    signal.usual_s,
+                    signal.cause,
+                )
             case Committed():
                 self.commits_this_attempt += 1
                 self.num_commits += 1

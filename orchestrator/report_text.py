@@ -35,6 +35,7 @@ def report_text(summary: RunSummary, *, url: str, config_path: str = "CONFIG") -
         _curve(summary),
         _attempt_table(summary["attempts"]),
         _costs(summary),
+        _storage(summary),
         _places(summary, url),
         _next_steps(summary, url, config_path),
     ]
@@ -151,6 +152,27 @@ def _costs(summary: RunSummary) -> str:
     ]
     lines = [f"  {name:<22}{duration(value):>12}{value / total:>8.1%}" for name, value in rows]
     return f"Where {duration(total)} went\n" + "\n".join(lines)
+
+
+def _storage(summary: RunSummary) -> str:
+    storage = summary["storage"]
+    lines = []
+    if storage["outages"]:
+        times = "once" if storage["outages"] == 1 else f"{storage['outages']} times"
+        away = (
+            f"{times}, {duration(storage['outage_s'])} in all, {duration(storage['longest_outage_s'])} at the longest"
+        )
+        lines.append(f"  away         {away}")
+        risk = f"{_count(storage['max_at_risk_steps'], 'step')}, {duration(storage['max_at_risk_s'])}"
+        lines.append(f"  at risk      {risk} at the most")
+    missed = [
+        (storage["saves_failed"], "failed"),
+        (storage["saves_skipped"], "skipped: two earlier ones were under way"),
+        (storage["saves_retried"], "tried again"),
+        (storage["saves_slow"], "abnormally slow"),
+    ]
+    lines += [f"  saves        {number} {what}" for number, what in missed if number]
+    return "The store\n" + "\n".join(lines) if lines else ""
 
 
 def _places(summary: RunSummary, url: str) -> str:

@@ -15,8 +15,10 @@ __all__ = [
     "Evaluated",
     "Quarantined",
     "SaveBound",
+    "SaveDelayed",
     "SaveFailed",
     "SaveSkipped",
+    "SaveSlow",
     "Signal",
     "StepFinished",
 ]
@@ -59,6 +61,28 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveDelayed:
+    """The store fails a save, which is kept and tried again. ``rank`` None: all Shards are there, no Commit."""
+
+    attempt: Attempt
+    step: int
+    rank: int | None
+    reason: str
+    failing_for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSlow:
+    """A save takes, or took, far longer than those before it. ``cause``: what most of the time went into, in words."""
+
+    attempt: Attempt
+    step: int
+    seconds: float
+    usual_s: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """``stall_s``, ``upload_s``: the largest over the ranks."""
 
@@ -78,4 +102,6 @@ class Quarantined:
     reason: str
 
 
-Signal = StepFinished | Evaluated | SaveBound | SaveSkipped | SaveFailed | Committed | Quarantined
+Signal = (
+    StepFinished | Evaluated | SaveBound | SaveSkipped | SaveFailed | SaveDelayed | SaveSlow | Committed | Quarantined
+)

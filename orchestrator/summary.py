@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict, cast
 
+from orchestrator.storage_summary import StorageFold, StorageSummary
+
 __all__ = [
     "AttemptSummary",
     "CommitSummary",
@@ -94,6 +96,7 @@ class RunSummary(TypedDict):
     failures: int
     evals: list[EvalSummary]
     losses: list[StepLoss]
+    storage: StorageSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +135,12 @@ class SummaryFold:
     _driver_back_s: float | None = None
     _ended_step: int = 0
     _first_began_s: float | None = None
+    _storage: StorageFold = field(default_factory=StorageFold)
 
     def add(self, event: Event) -> None:
         """Take in one event; unknown ones only move the clock."""
         self._last_s = max(self._last_s, _float(event, "t_s"))
+        self._storage.add(event)
         match event.get("event"):
             case "run_started":
                 self._run_id = self._run_id or _text(event, "run_id")
@@ -194,6 +199,7 @@ class SummaryFold:
             failures=len(causes) - causes.count(_PREEMPTION),
             evals=[EvalSummary(step=step, loss=loss) for step, loss in sorted(self._evals.items())],
             losses=[StepLoss(step=step, loss=value.loss) for step, value in history],
+            storage=self._storage.result(),
         )
 
     def _is_current(self, event: Event) -> bool:

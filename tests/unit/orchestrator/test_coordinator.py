@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
 
 import pytest
 
 from orchestrator.committer import Committer
 from orchestrator.coordinator import Coordinator
-from orchestrator.signals import Committed, SaveFailed, SaveSkipped, StepFinished
+from orchestrator.patient_store import PatientStore
+from orchestrator.signals import Committed, SaveDelayed, SaveFailed, SaveSkipped, StepFinished
 from storage.commit_log import CommitLog
 from storage.config import CheckpointConfig
-from storage.errors import CommitRefused, ObjectMissing
-from storage.keys import Attempt, StepKey, shard_key
+from storage.errors import CommitRefused, ObjectMissing, StoreUnavailable
+from storage.keys import MANIFESTS, Attempt, StepKey, shard_key
 from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardRecord, TensorLayout
 from storage.memory_store import MemoryStore
+from tests.fakes.away_store import AwayStore
 from workers.contract import BoundOrder, ExchangeRequest, OrderKind, StepReport
 
 FIRST = Attempt(number=1, nonce="0000aaaa")
@@ -42,20 +46,26 @@ class Ticking(Clock):
 
 
 def make(
-    config: CheckpointConfig | None = None, clock: Clock | None = None
+    config: CheckpointConfig | None = None,
+    clock: Clock | None = None,
+    memory: MemoryStore | None = None,
+    pause: Callable[[], object] = lambda: None,
 ) -> tuple[Coordinator, CommitLog, MemoryStore]:
-    store = MemoryStore()
+    store = memory or MemoryStore()
     config = config or CheckpointConfig(every_steps=10)
     counter = itertools.count()
+    patient = PatientStore(store, limit_s=3600.0, pause=lambda _: pause())
     committer = Committer(
         run_id=RUN,
-        store=store,
+        store=patient,
         config=config,
         metadata={"git_commit": None},
         now_utc=lambda: f"2026-01-01T00:00:{next(counter) % 60:02d}Z",
         monotonic=clock or Ticking(),
     )
-    coordinator = Coordinator(committer=committer, config=config, total_steps=100, monotonic=clock or Ticking())
+    coordinator = Coordinator(
+        committer=committer, store=patient, config=config, total_steps=100, monotonic=clock or Ticking()
+    )
     return coordinator, CommitLog(store, RUN), store
 
 
@@ -215,3 +225,62 @@ def test_a_step_that_one_rank_skipped_is_given_up_when_that_rank_delivers_a_late
     assert [(s.step, s.reason) for s in coordinator.drain_signals() if isinstance(s, SaveFailed)] == [
         (10, "rank 1 found no free buffer for it")
     ]
+
+
+def test_a_commit_outlasts_an_outage_that_a_plan_is_told_of_and_exchange_does_not_notice() -> None:
+    memory = AwayStore(prefix=MANIFESTS)
+    again = threading.Semaphore(0)
+    coordinator, log, store = make(memory=memory, pause=lambda: again.acquire(timeout=WAIT_S))
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    memory.is_away = True
+    for rank in range(2):
+        coordinator.deliver(receipt(store, FIRST, 10, rank))
+    with pytest.raises(StoreUnavailable, match=r"waiting behind a Commit.*connection refused"):
+        coordinator.choose_plan(SECOND, None, False, None)
+    assert coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(11),))).is_current
+    delays = [s for s in coordinator.drain_signals() if isinstance(s, SaveDelayed)]
+    assert [(s.step, s.rank) for s in delays] == [(10, None)]
+    assert "connection refused" in delays[0].reason
+    memory.is_away = False
+    again.release()
+    plan = coordinator.choose_plan(SECOND, None, False, None)  # behind the Commit: the plan has its step
+    assert plan is not None
+    assert plan.step == 10
+    assert [commit.step for commit in log.commits()] == [10]
+
+
+def test_what_a_keeper_says_of_its_trouble_is_passed_on_once_a_second_and_never_for_an_older_attempt() -> None:
+    clock = Clock()
+    coordinator, _, _ = make(clock=clock)
+    coordinator.begin_attempt(SECOND, world_size=2, base_step=0)
+    for now in (5.0, 5.5, 6.5):
+        clock.now = now
+        assert coordinator.report_delayed(SECOND, 10, 1, "503", now - 4.0)
+    assert coordinator.report_delayed(FIRST, 10, 1, "503", 9.0)
+    delays = [s for s in coordinator.drain_signals() if isinstance(s, SaveDelayed)]
+    assert [(s.step, s.rank, s.failing_for_s) for s in delays] == [(10, 1, 1.0), (10, 1, 2.5)]
+
+
+def test_the_store_is_asked_and_its_silence_is_an_error() -> None:
+    memory = AwayStore()
+    coordinator, _, _ = make(memory=memory)
+    coordinator.check_store()
+    memory.is_away = True
+    with pytest.raises(StoreUnavailable, match="connection refused"):
+        coordinator.check_store()
+
+
+def test_a_coordinator_that_closes_waits_for_no_store() -> None:
+    memory = AwayStore()
+    again = threading.Semaphore(0)
+    coordinator, log, store = make(memory=memory, pause=lambda: again.acquire(timeout=WAIT_S))
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    shards = [receipt(store, FIRST, 10, rank) for rank in range(2)]
+    memory.is_away = True
+    for shard in shards:
+        coordinator.deliver(shard)
+    again.release(3)
+    coordinator.close()
+    assert [s.step for s in coordinator.drain_signals() if isinstance(s, SaveFailed)] == [10]
+    memory.is_away = False
+    assert log.commits() == []

@@ -9,6 +9,7 @@ import pytest
 from orchestrator.event_mirror import EventMirror, fetch_events
 from storage.keys import EVENTS
 from storage.memory_store import MemoryStore
+from tests.fakes.away_store import AwayStore
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,18 @@ def test_the_copy_is_complete_once_the_mirror_is_closed(tmp_path: Path) -> None:
     path.write_bytes(b"1\n2\n")
     mirror.close()
     assert store.get(EVENTS) == b"1\n2\n"
+
+
+def test_an_outage_loses_no_event_and_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, path = AwayStore(), tmp_path / "events.jsonl"
+    store.is_away = True
+    path.write_bytes(b"1\n")
+    mirror = EventMirror(store, path, interval_s=0.001)
+    try:
+        assert store.failed_often.wait(10.0)
+        store.is_away = False
+        path.write_bytes(b"1\n2\n")
+    finally:
+        mirror.close()
+    assert store.get(EVENTS) == b"1\n2\n"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

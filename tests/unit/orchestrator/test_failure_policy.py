@@ -128,3 +128,13 @@ def test_storage_trouble_is_bounded_by_what_is_committed_not_by_steps_that_are_l
     decision, _ = decide_after_fault(fault, counters, FailureConfig(), steps_finished=9, steps_kept=0)
     assert isinstance(decision, Stop)
     assert decision.exit_code is ExitCode.STORAGE_OUTAGE
+
+
+def test_ranks_that_cannot_load_in_an_outage_use_up_no_budget_at_all() -> None:
+    config = FailureConfig(max_infrastructure=0, max_user_errors=0)
+    fault = classify(AttemptFacts(outcomes=(failed(0, CauseKind.STORAGE, "StoreUnavailable", "get failed", step=0),)))
+    counters = Counters(fruitless=2)
+    for _ in range(3 * MAX_FRUITLESS_ATTEMPTS):
+        decision, counters = decide_after_fault(fault, counters, config, steps_finished=0, steps_kept=0)
+        assert isinstance(decision, Regroup)
+    assert (counters.fruitless, counters.infrastructure, counters.user_errors) == (2, 0, 0)

@@ -109,7 +109,10 @@ def test_plain_progress_writes_a_line_every_ten_steps_and_for_events_of_note() -
     lines = stream.getvalue().splitlines()
     assert lines[0] == "attempt 1 (start): 2 workers, from step 0 (none)"
     assert [line.split(" ")[1] for line in lines[1:]] == ["1/30", "10/30", "20/30", "30/30"]
-    assert lines[2] == "step 10/30 · loss 5.000 · 200 tokens/s · 2 workers · no checkpoint yet · training"
+    assert (
+        lines[2]
+        == "step 10/30 · loss 5.000 · 200 tokens/s · 2 workers · no checkpoint yet · 10 steps at risk · training"
+    )
 
 
 def test_the_speed_is_not_computed_across_a_rollback() -> None:
@@ -132,3 +135,41 @@ def test_a_view_that_is_not_shown_writes_nothing() -> None:
 
 def test_an_evaluation_without_a_best_value_yet_is_still_a_line() -> None:
     assert event_line({"event": "eval", "step": 3, "loss": 2.0, "best": None}) == "eval at step 3: loss 2.000, best ?"
+
+
+def test_an_outage_is_seen_in_the_progress_line_and_its_failed_saves_are_not_said_one_by_one() -> None:
+    stream = io.StringIO()
+    view = open_progress(total_steps=100, stream=stream)
+    view.on_event({"event": "attempt_started", "attempt": 1, "cause": "start", "world_size": 1, "restored_step": 0,
+                   "restored_from": "none"})  # fmt: skip
+    view.on_event({"event": "save_bound", "step": 5})
+    for step in range(1, 8):
+        view.on_event({"event": "step", "step": step, "loss": 5.0, "finished_s": 100.0 + step})
+    view.on_event({"event": "committed", "step": 5})
+    view.on_event({"event": "store_away", "reason": "put shards/x failed: 503", "away_s": 2.0})
+    for step in range(8, 11):
+        view.on_event({"event": "step", "step": step, "loss": 5.0, "finished_s": 100.0 + step})
+    view.on_event({"event": "save_failed", "step": 10, "reason": "a newer one waits"})
+    view.on_event({"event": "work_at_risk", "away_s": 5.2, "at_risk_steps": 5, "at_risk_s": 4.8, "durable_step": 5})
+    view.on_event({"event": "store_back", "away_s": 6.0, "saves_failed": 1, "saves_skipped": 0, "durable_step": 10})
+    view.on_event({"event": "save_failed", "step": 15, "reason": "disk full"})
+    assert stream.getvalue().splitlines()[2:] == [
+        "the store is away, training goes on: put shards/x failed: 503",
+        "step 10/100 · loss 5.000 · 1 worker · committed 5 · 5 steps (5 s) at risk · STORE AWAY (5 s) · training",
+        "the store has been away for 5 s: 5 steps (5 s) at risk since step 5",
+        "the store is back after 6 s: the newest checkpoint is of step 10; saves meanwhile: 1 failed, 0 skipped",
+        "save of step 15 failed: disk full",
+    ]
+
+
+def test_the_report_has_a_part_about_the_store_only_when_there_is_something_to_say() -> None:
+    assert "The store" not in report_text(summarize(run_log()), url="/out")
+    events = [*run_log()[:-1],
+              {"event": "store_away", "t_s": 9.0, "reason": "503", "away_s": 1.0},
+              {"event": "save_failed", "t_s": 10.0, "attempt": 2, "step": 4, "reason": "r"},
+              {"event": "store_back", "t_s": 12.0, "away_s": 4.0, "at_risk_steps": 3, "at_risk_s": 3.5},
+              run_log()[-1]]  # fmt: skip
+    text = report_text(summarize(events), url="/out")
+    assert "away         once, 4.00 s in all, 4.00 s at the longest" in text
+    assert "at risk      3 steps, 3.50 s at the most" in text
+    assert "saves        1 failed" in text

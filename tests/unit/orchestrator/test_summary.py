@@ -85,7 +85,29 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
         failures=1,
         evals=[],
         losses=[{"step": step, "loss": 10.0 - step + (0.5 if step > 3 else 0.0)} for step in range(1, 9)],
+        storage={"saves_skipped": 0, "saves_failed": 0, "saves_retried": 0, "saves_slow": 0, "outages": 0,
+                 "outage_s": 0.0, "longest_outage_s": 0.0, "max_at_risk_steps": 0, "max_at_risk_s": 0.0},
     )  # fmt: skip
+
+
+def test_outages_and_missed_saves_are_counted_over_all_drivers_one_without_an_end_as_long_as_it_was_seen() -> None:
+    events = [
+        *START,
+        line("save_delayed", 5.0, attempt=1, step=10, rank=0, reason="503", failing_for_s=1.0),
+        line("save_delayed", 5.1, attempt=1, step=10, rank=1, reason="503", failing_for_s=1.1),
+        line("store_away", 5.2, reason="503", away_s=1.0),
+        line("save_failed", 7.0, attempt=1, step=10, reason="a newer one waits"),
+        line("save_skipped", 8.0, attempt=1, step=20, reason="two"),
+        line("work_at_risk", 15.0, away_s=11.0, at_risk_steps=40, at_risk_s=12.5, durable_step=5),
+        line("store_back", 17.0, away_s=13.0, saves_failed=1, saves_skipped=1, at_risk_steps=44, at_risk_s=14.5),
+        line("save_slow", 18.0, attempt=1, step=30, seconds=20.0, usual_s=2.0, cause="uploading"),
+        line("store_away", 30.0, reason="timeout", away_s=2.0),
+        line("work_at_risk", 40.0, away_s=12.0, at_risk_steps=30, at_risk_s=11.0, durable_step=30),
+    ]
+    assert summarize(events)["storage"] == {
+        "saves_skipped": 1, "saves_failed": 1, "saves_retried": 1, "saves_slow": 1, "outages": 2,
+        "outage_s": 25.0, "longest_outage_s": 13.0, "max_at_risk_steps": 44, "max_at_risk_s": 14.5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("seen_s", [5.0, 6.5, 7.5])
