@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from datetime import datetime
 
 import pytest
 from hypothesis import given
@@ -41,6 +43,43 @@ def test_the_newest_and_the_best_are_kept_and_never_all_go(metrics: list[float |
     assert [commit.step for commit in gone] == sorted(commit.step for commit in gone)
 
 
+TIMES = st.datetimes(datetime(2026, 1, 1), datetime(2026, 1, 20)).map(lambda time: time.isoformat() + "Z")
+
+
+@given(
+    saves=st.lists(st.tuples(TIMES | st.just("never"), st.none() | st.floats(0, 1)), min_size=1, max_size=25),
+    keep=st.integers(1, 4),
+    archive_every_h=st.floats(0.5, 200),
+)
+def test_what_is_archived_once_stays_whatever_the_clock_does_and_the_newest_and_best_stay_too(
+    saves: list[tuple[str, float | None]], keep: int, archive_every_h: float
+) -> None:
+    """Saves one by one, each followed by retention, as in a run; the times jump as they like."""
+    present: list[Commit] = []
+    archived: set[int] = set()
+    for step, (time_utc, metric) in enumerate(saves, start=1):
+        present.append(TEMPLATE.model_copy(update={"step": step, "metric": metric, "time_utc": time_utc}))
+        gone = choose_deletions(present, keep, archive_every_h=archive_every_h)
+        newest = present[-keep:]
+        present = [commit for commit in present if commit not in gone]
+        assert present[-len(newest) :] == newest
+        alone = {commit.step for commit in present} - {commit.step for commit in newest}
+        assert archived <= {commit.step for commit in present}
+        scored = [commit for commit in present if commit.metric is not None]
+        best = min((m for _, m in saves[:step] if m is not None), default=None)
+        assert best is None or best in [commit.metric for commit in scored]
+        archived |= {step for step in alone if saves[step - 1][1] is None}
+
+
+def test_one_checkpoint_of_each_window_is_kept_for_good_in_utc() -> None:
+    times = ["23:59:00+00:00", "20:30:00-05:00", "02:00:00+00:00", "12:00:00+00:00", "13:00:00+00:00"]
+    commits = [
+        TEMPLATE.model_copy(update={"step": step, "time_utc": f"2026-01-{2 if step in (3, 4, 5) else 1:02d}T{time}"})
+        for step, time in enumerate(times, start=1)
+    ]  # the second is 01:30 of the second day in UTC
+    assert [commit.step for commit in choose_deletions(commits, 1, archive_every_h=24)] == [3, 4]
+
+
 def test_a_given_best_is_kept() -> None:
     commits = commits_with([None] * 5)
     assert [commit.step for commit in choose_deletions(commits, 2, commits[1])] == [1, 3]
@@ -57,11 +96,11 @@ class Recorded(MemoryStore):
     def __init__(self, dies_at: int = 0) -> None:
         super().__init__()
         self.deleted: list[str] = []
-        self._dies_at = dies_at
+        self.dies_at = dies_at
 
     def delete(self, keys: Sequence[str], *, deadline_s: float = 60.0) -> None:
         for key in keys:
-            if len(self.deleted) + 1 == self._dies_at:
+            if len(self.deleted) + 1 == self.dies_at:
                 raise KeyboardInterrupt
             self.deleted.append(key)
             super().delete([key], deadline_s=deadline_s)
@@ -153,3 +192,61 @@ def test_void_commits_go_once_the_live_attempt_has_committed() -> None:
     assert [commit.step for commit in sweep_void(store, log, attempt(3))] == [30, 20, 25]
     assert [commit.step for commit in log.all_commits()] == [10, 15]
     assert [commit.step for commit in log.commits()] == [10, 15]
+
+
+LOOKALIKES = st.sampled_from(
+    [
+        "shards/step-0000000010/a000001-00000001/rank-000000.shard",
+        "shards/step-0000000010/a000001-00000001/rank-00000.shard.tmp",
+        "shards/step-0000000010/a000001-00000001/old/rank-00000.shard",
+        "shards/step-0000000010/a000001-0000000g/rank-00000.shard",
+        "shards/step-10/a000001-00000001/rank-00000.shard",
+        "manifests/step-0000000010.a000001-00000001.json.bak",
+        "manifests/step-0000000010.a000001-00000001.w123.json",
+        "manifests/copy of step-0000000010.a000001-00000001.json",
+        "manifests/old/step-0000000010.a000001-00000001.json",
+        "commits/step-0000000010.a000001-00000001.json~",
+        "step-0000000010.a000001-00000001.json",
+    ]
+)
+PART = st.text("abcdefghijklmnopqrstuvwxyz0123456789-._", min_size=1, max_size=12).filter(lambda part: part.strip("."))
+FOREIGN = LOOKALIKES | st.builds(
+    "/".join, st.tuples(st.sampled_from(["shards", "manifests", "commits", "quarantine", "data"]), PART, PART)
+)
+
+
+@given(names=st.sets(FOREIGN, min_size=1, max_size=6))
+def test_files_that_are_not_ours_are_never_touched(names: set[str]) -> None:
+    store = MemoryStore()
+    log = CommitLog(store, RUN)
+    doomed = save(store, 10)
+    write_shards(store, prepare(20))
+    store.put(manifest_key(prepare(20).key, "abcdef01"), b"{}")
+    for name in names:
+        store.put(name, name.encode())
+    sweep(store, log, [doomed])
+    sweep_at(store, {}, 0.0)
+    sweep_orphans(store, log, attempt(2), seen_at_s={}, grace_s=0.0, now_s=0.0)
+    sweep_void(store, log, attempt(2))
+    assert {entry.key: store.get(entry.key) for entry in store.list("")} == {name: name.encode() for name in names}
+
+
+@given(dies_at=st.integers(1, 12))
+def test_dying_at_any_deletion_of_void_and_old_checkpoints_leaves_history_whole(dies_at: int) -> None:
+    store = Recorded(dies_at)
+    log = CommitLog(store, RUN)
+    for step in (10, 20, 30):
+        save(store, step)
+    save(store, 15, by=attempt(2), base_step=10)
+    with contextlib.suppress(KeyboardInterrupt):
+        sweep_void(store, log, attempt(2))
+    store.dies_at = 0
+    again = CommitLog(store, RUN)
+    assert [commit.step for commit in again.commits()] == [10, 15]
+    names = {entry.key for entry in store.list("")}
+    for commit in again.all_commits():
+        assert {commit.manifest_key, *(shard.key for shard in again.read_manifest(commit).shards)} <= names
+    sweep_orphans(store, again, attempt(2), seen_at_s={}, grace_s=0.0, now_s=0.0)
+    sweep_void(store, again, attempt(2))
+    left = {entry.key.split("/")[1] for entry in store.list("shards/")}
+    assert left == {"step-0000000010", "step-0000000015"}
