@@ -40,6 +40,7 @@ Fetch = Callable[[int, int], bytes]
 
 _LARGEST_INDEX = 1 << 30
 _LARGEST_FETCH = 64 << 20
+_LARGEST_FRAME = 64 << 20  # the largest `frame_bytes`; only a single row may take more
 
 
 def read_index(fetch: Fetch, record: ShardRecord, *, step: int) -> ShardIndex:
@@ -102,6 +103,8 @@ def _check_chunk(chunk: ChunkIndex) -> str | None:
             return f"frame {number} of {chunk.name} holds rows {start} to {stop}, expected them from {row} on"
         if frame.raw_bytes != (stop - start) * width:
             return f"frame {number} of {chunk.name} has {frame.raw_bytes} bytes for {stop - start} rows of {width}"
+        if frame.raw_bytes > _LARGEST_FRAME and stop - start > 1:
+            return f"frame {number} of {chunk.name} has {frame.raw_bytes} bytes, at most {_LARGEST_FRAME} are written"
         row = stop
     if row != num_rows(chunk.sizes):
         return f"the frames of {chunk.name} hold {row} rows, its sizes {chunk.sizes} need {num_rows(chunk.sizes)}"

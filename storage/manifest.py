@@ -205,6 +205,8 @@ class Receipt(_Record):
     plain state and set by rank 0 alone; ``rank_state`` is this rank's own plain state.
     """
 
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # else a state's infinity is stored as null
+
     run_id: Name
     step: Size
     attempt: AttemptRecord
@@ -225,6 +227,8 @@ class Receipt(_Record):
 
 class Manifest(_Record):
     """All Receipts of one step merged: everything needed to read it. Real only when a Commit names it."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # else a state's infinity is stored as null
 
     version: Literal[1] = MANIFEST_VERSION
     run_id: Name
