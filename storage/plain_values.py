@@ -6,7 +6,7 @@ Refuses what JSON cannot carry, by name, instead of pickling or rounding it. Kno
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from pydantic import JsonValue
@@ -34,8 +34,13 @@ class NotPlainValue(StorageError):
         )
 
 
-def value_to_plain(value: object, name: str, where: str = "") -> JsonValue:
-    """``value`` as JSON. ``where`` (rank, step) only begins the message of NotPlainValue."""
+def value_to_plain(
+    value: object, name: str, where: str = "", other: Callable[[object, str], JsonValue | None] | None = None
+) -> JsonValue:
+    """``value`` as JSON. ``where`` (rank, step) only begins the message of NotPlainValue.
+
+    ``other`` gets what is no plain type, with its path, and may give JSON that stands for it.
+    """
     match value:
         case None | bool() | str():
             return value
@@ -44,16 +49,18 @@ def value_to_plain(value: object, name: str, where: str = "") -> JsonValue:
         case float():
             return float(value) if math.isfinite(value) else {FLOAT: repr(float(value))}
         case list():
-            return [value_to_plain(item, f"{name}.{index}", where) for index, item in enumerate(value)]
+            return [value_to_plain(item, f"{name}.{index}", where, other) for index, item in enumerate(value)]
         case tuple():
-            return {TUPLE: [value_to_plain(item, f"{name}.{index}", where) for index, item in enumerate(value)]}
+            return {TUPLE: [value_to_plain(item, f"{name}.{index}", where, other) for index, item in enumerate(value)]}
         case Mapping():
             for key in value:
                 if not isinstance(key, str) or key in _MARKS:
                     raise NotPlainValue(f"{name}.{key}", f"under a key of type {type(key).__name__} ({key!r})", where)
-            return {key: value_to_plain(item, f"{name}.{key}", where) for key, item in value.items()}
-        case _:
-            raise NotPlainValue(name, f"a {type(value).__module__}.{type(value).__qualname__}", where)
+            return {key: value_to_plain(item, f"{name}.{key}", where, other) for key, item in value.items()}
+    stand_in = None if other is None else other(value, name)
+    if stand_in is None:
+        raise NotPlainValue(name, f"a {type(value).__module__}.{type(value).__qualname__}", where)
+    return stand_in
 
 
 def plain_to_value(value: JsonValue) -> Any:

@@ -5,21 +5,18 @@ Refuses what JSON cannot carry, by name, instead of pickling or rounding it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from pydantic import JsonValue
 
+from storage.plain_values import NotPlainValue, value_to_plain
 from workers.errors import WorkersError
 
 __all__ = ["NotPlain", "from_plain", "tensor_names", "to_plain"]
 
 _TENSOR = "__tensor__"
-_FLOAT = "__float__"
-_TUPLE = "__tuple__"
-_MARKS = frozenset({_TENSOR, _FLOAT, _TUPLE})
 
 
 class NotPlain(WorkersError):
@@ -38,27 +35,17 @@ class NotPlain(WorkersError):
 
 def to_plain(value: object, name: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
     """``value`` as JSON; tensors in it are put into ``tensors`` under their path and referred to by it."""
-    match value:
-        case torch.Tensor():
-            tensors[name] = value
-            return {_TENSOR: name}
-        case None | bool() | str():
-            return value
-        case int():
-            return int(value)
-        case float():
-            return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
-        case list():
-            return [to_plain(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
-        case tuple():
-            return {_TUPLE: [to_plain(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]}
-        case Mapping():
-            for key in value:
-                if not isinstance(key, str) or key in _MARKS:
-                    raise NotPlain(f"{name}.{key}", f"under a key of type {type(key).__name__} ({key!r})")
-            return {key: to_plain(item, f"{name}.{key}", tensors) for key, item in value.items()}
-        case _:
-            raise NotPlain(name, f"a {type(value).__module__}.{type(value).__qualname__}")
+
+    def reference(part: object, path: str) -> JsonValue | None:
+        if not isinstance(part, torch.Tensor):
+            return None
+        tensors[path] = part
+        return {_TENSOR: path}
+
+    try:
+        return value_to_plain(value, name, other=reference)
+    except NotPlainValue as error:
+        raise NotPlain(error.name, error.found) from None
 
 
 def from_plain(value: JsonValue, tensors: Mapping[str, torch.Tensor]) -> Any:
