@@ -28,7 +28,7 @@ from storage.errors import StorageError
 from storage.keys import SHARDS, parse_shard_key
 from storage.manifest import Receipt
 
-__all__ = ["Spool", "SpoolBusy", "SpoolEntry", "open_spool", "spool_directory", "spool_file"]
+__all__ = ["Spool", "SpoolBusy", "SpoolEntry", "drop_copy", "open_spool", "spool_directory", "spool_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,13 @@ def spool_file(directory: Path, key: str) -> Path:
     if parse_shard_key(key) is None:
         raise ValueError(f"{key!r} is not the name of a Shard object")
     return directory / key.removeprefix(SHARDS).replace("/", ".")
+
+
+def drop_copy(directory: Path, key: str) -> None:
+    """Remove the Shard of object name ``key`` from the disk; none there is no error."""
+    path = spool_file(directory, key)
+    path.with_name(path.name + _STATE).unlink(missing_ok=True)  # first: a Shard without a state is nothing
+    path.unlink(missing_ok=True)
 
 
 def open_spool(config: LocalDiskConfig, store_url: str, run_id: str, node_id: str) -> Spool | None:
@@ -202,9 +209,7 @@ class Spool:
 
     def drop(self, key: str) -> None:
         """Remove one Shard; unknown ones are no error."""
-        path = spool_file(self.directory, key)
-        path.with_name(path.name + _STATE).unlink(missing_ok=True)  # first: a Shard without a state is nothing
-        path.unlink(missing_ok=True)
+        drop_copy(self.directory, key)
         with self._mutex:
             self._entries.pop(key, None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from storage.open_store import open_store
+from storage.spool import spool_directory
 from workers.contract import AttemptSpec
 from workers.dataset import TokenDataset
 from workers.errors import LoopMisused
@@ -80,8 +82,24 @@ def load_state(
         seed_rng(settings.seed, spec.rank, 0)
         return state
     store = open_store(spec.restore.root_url, settings.checkpoint.store)
-    restore(state, spec.restore, store, rank=spec.rank, world_size=spec.world.size, seed=settings.seed)
+    restore(
+        state,
+        spec.restore,
+        store,
+        rank=spec.rank,
+        world_size=spec.world.size,
+        seed=settings.seed,
+        local_directory=_local_directory(settings, spec),
+    )
     return state
+
+
+def _local_directory(settings: WorkerSettings, spec: AttemptSpec) -> Path | None:
+    """Where the Keeper of this node may have left copies of Shards."""
+    local_disk = settings.checkpoint.local_disk
+    if local_disk.mode == "off":
+        return None
+    return spool_directory(local_disk, settings.run_id, spec.world.members[spec.rank].node_id)
 
 
 def _meta_model(makers: Makers, template: ModelTemplate | None) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from storage.dcp_calls import load_tensors
 from storage.dcp_reader import ManifestReader
 from storage.dcp_writer import named_dtype
+from storage.disk_source import NearestSource
 from storage.errors import ManifestMismatch
-from storage.manifest import Manifest, TensorLayout
+from storage.manifest import Manifest, TensorLayout, Tier
 from storage.object_source import ObjectStoreSource
 from storage.object_store import ObjectStore
 from storage.restore import read_manifest
@@ -40,12 +42,16 @@ _LOCAL_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What one rank took from the Checkpoint. ``reseeded``: it had no RNG state of its own there."""
+    """What one rank took from the Checkpoint, and from where. ``reseeded``: it had no RNG state of its own there."""
 
     step: int
-    bytes_read: int
+    bytes_by_tier: Mapping[Tier, int]
     reseeded: bool
     lines: tuple[str, ...]
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(self.bytes_by_tier.values())
 
 
 def restore(
@@ -57,8 +63,9 @@ def restore(
     world_size: int,
     seed: int = 0,
     deadline_s: float = 120.0,
+    local_directory: Path | None = None,
 ) -> RestoreReport:
-    """Fill ``state`` from the Checkpoint that ``plan`` names.
+    """Fill ``state`` from the Checkpoint that ``plan`` names; ``local_directory`` may hold copies of its Shards.
 
     Raises ManifestMismatch before anything is changed, CorruptCheckpoint, or StoreUnavailable.
     """
@@ -68,23 +75,26 @@ def restore(
         match.require_exact(plan.step)
         _require_same_groups(state, manifest, plan.step)
     _require_same_progress(manifest)
-    source = ObjectStoreSource(store, deadline_s=deadline_s)
-    loader = _Loader(ManifestReader(manifest, plan.shards, source), manifest)
-    lines = [*_partial_lines(match)]
-    loader.load(match.model)
-    lines.append(_restore_optimizer(state, manifest, match, loader))
-    _restore_scheduler(state, manifest)
-    _restore_trackers(state, manifest, loader)
-    _restore_progress(state.progress, manifest)
-    reseeded = _restore_rng(manifest, loader, rank=rank, seed=seed, lines=lines)
+    far = ObjectStoreSource(store, deadline_s=deadline_s)
+    with NearestSource(far, local_directory, manifest.shards) as source:
+        loader = _Loader(ManifestReader(manifest, plan.shards, source), manifest)
+        lines = [*_partial_lines(match)]
+        loader.load(match.model)
+        lines.append(_restore_optimizer(state, manifest, match, loader))
+        _restore_scheduler(state, manifest)
+        _restore_trackers(state, manifest, loader)
+        _restore_progress(state.progress, manifest)
+        reseeded = _restore_rng(manifest, loader, rank=rank, seed=seed, lines=lines)
     assert_all_filled(state.model)
+    read = source.bytes_by_tier
     lines.append(
         f"rank {rank} of {world_size}: restored step {manifest.step} (saved by {manifest.world_size} ranks), "
-        f"{source.bytes_read} of {manifest.stored_bytes} bytes read"
+        f"{sum(read.values())} of {manifest.stored_bytes} bytes read, source: "
+        f"{', '.join(f'{tier} {count}' for tier, count in read.items() if count) or 'none'}"
     )
     for line in lines:
         logger.info("%s", line)
-    return RestoreReport(step=manifest.step, bytes_read=source.bytes_read, reseeded=reseeded, lines=tuple(lines))
+    return RestoreReport(step=manifest.step, bytes_by_tier=read, reseeded=reseeded, lines=tuple(lines))
 
 
 class _Loader:
