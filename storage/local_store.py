@@ -200,7 +200,7 @@ class LocalStore:
 
     def _walk(self, prefix: str) -> Iterator[Path]:
         """Every file in the folder that ``prefix`` names or begins in, and below."""
-        start = self._path(prefix.rpartition("/")[0])
+        start = self._path(inside(prefix, self.url).rpartition("/")[0])
         if not start.exists():
             # Only absence means empty: a root that is a file, or unreadable, must not look like an empty Run.
             if self._root.exists() and not self._root.is_dir():

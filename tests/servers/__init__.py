@@ -7,6 +7,7 @@ from tests.servers.delay_proxy import DelayProxy
 from tests.servers.haproxy import HaproxyProxy
 from tests.servers.moto_server import MotoServer
 from tests.servers.process import ServerNotReady, ServerProcess
+from tests.servers.quirk_proxy import QuirkProxy
 from tests.servers.swift_server import SwiftServer
 
-__all__ = ["DelayProxy", "HaproxyProxy", "MotoServer", "ServerNotReady", "ServerProcess", "SwiftServer"]
+__all__ = ["DelayProxy", "HaproxyProxy", "MotoServer", "QuirkProxy", "ServerNotReady", "ServerProcess", "SwiftServer"]

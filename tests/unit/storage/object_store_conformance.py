@@ -6,12 +6,14 @@ import threading
 
 import pytest
 
-from storage.errors import ObjectExists, ObjectMissing, StoreUnavailable
+from storage.errors import ObjectExists, ObjectMissing, StorageError, StoreUnavailable
 from storage.object_store import ObjectEntry, ObjectStore
 
 
 class ObjectStoreConformance:
-    """Collected only through its subclasses."""
+    """Collected only through its subclasses. ``creates_are_atomic``: of racing creates exactly one wins."""
+
+    creates_are_atomic = True
 
     def test_what_was_put_is_read_back(self, store: ObjectStore) -> None:
         store.put("a/b.bin", b"hello")
@@ -39,6 +41,8 @@ class ObjectStoreConformance:
         assert store.get("commits/one.json") == b"first"
 
     def test_of_racing_creates_one_wins(self, store: ObjectStore) -> None:
+        if not self.creates_are_atomic:
+            pytest.skip("create-only writes are no more than a guard here")
         outcomes: list[int] = []
 
         def create(number: int) -> None:
@@ -113,3 +117,42 @@ class ObjectStoreConformance:
 
     def test_the_url_is_told(self, store: ObjectStore) -> None:
         assert "://" in store.url
+
+    @pytest.mark.parametrize("key", ["/etc/passwd", "../outside", "a/../../outside", "a//b", "./a", "a\0b"])
+    def test_a_key_cannot_leave_the_store(self, store: ObjectStore, key: str) -> None:
+        for call in (
+            lambda: store.put(key, b"x"),
+            lambda: store.create(key, b"x"),
+            lambda: store.get(key),
+            lambda: store.get_range(key, 0, 1),
+            lambda: store.list(key),
+        ):
+            with pytest.raises(StorageError, match="outside"):
+                call()
+
+    @pytest.mark.parametrize("key", ["größe", "tab\there", "back\\slash", "", "folder/", "k" * 1000])
+    def test_a_name_that_not_every_store_keeps_is_refused(self, store: ObjectStore, key: str) -> None:
+        with pytest.raises(StorageError, match="key"):
+            store.put(key, b"x")
+        with pytest.raises(StorageError, match="key"):
+            store.create(key, b"x")
+        assert store.list("") == []
+
+    @pytest.mark.parametrize("key", ["a b+c=d&e", "per%20cent", "q?x=1#y", "star*[0]"])
+    def test_a_name_of_unusual_characters_is_kept_as_it_is(self, store: ObjectStore, key: str) -> None:
+        store.put(f"odd/{key}", b"x")
+        assert store.list("odd/") == [ObjectEntry(key=f"odd/{key}", size=1)]
+        assert store.get(f"odd/{key}") == b"x"
+        store.delete([f"odd/{key}"])
+        assert store.list("odd/") == []
+
+    def test_a_prefix_need_not_be_a_whole_name(self, store: ObjectStore) -> None:
+        for key in ("s/step-1/a", "s/step-12/b", "s/step-2/c", "s/step-1"[:-1] + "x"):
+            store.put(key, b"x")
+        assert [entry.key for entry in store.list("s/step-1")] == ["s/step-1/a", "s/step-12/b"]
+
+    def test_aborting_uploads_touches_no_object(self, store: ObjectStore) -> None:
+        store.put("u/one", b"1")
+        assert store.abort_uploads("u/", older_than_s=0.0) == 0
+        assert store.abort_uploads("never/was/", older_than_s=0.0) == 0
+        assert store.get("u/one") == b"1"
