@@ -37,7 +37,7 @@ __all__ = ["Controller", "RunEnd"]
 
 _log = logging.getLogger(__name__)
 IN_FLIGHT_SAVE_S = 3.0  # how long a save that can still become whole is waited for before a restore is planned
-AFTER_OUTAGE_S = 15.0  # the same, where a Keeper tries again only now and then
+AFTER_OUTAGE_S = 45.0  # the same, where a Keeper tries again every half minute
 LAST_WORD_S = 5.0
 PACE_S = 5.0  # between Attempts that an outage breaks
 

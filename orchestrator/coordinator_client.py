@@ -28,6 +28,9 @@ class CoordinatorClient:
     def submit_leave(self, reason: str) -> int:
         return int(ray.get(self.actor.submit_leave.remote(reason), timeout=_CALL_S))
 
+    def submit_snapshot(self, reason: str) -> int:
+        return int(ray.get(self.actor.submit_snapshot.remote(reason), timeout=_CALL_S))
+
     def drain_signals(self) -> tuple[Signal, ...]:
         signals: tuple[Signal, ...] = ray.get(self.actor.drain_signals.remote(), timeout=_CALL_S)
         return signals

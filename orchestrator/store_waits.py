@@ -27,6 +27,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _SLICE_S = 0.25
 _CHECK_EVERY_S = 1.0
+_MOST_SAVES = 2  # under way at the same time
 _LAST_TRY_S = 10.0  # for the last save of a Run that ends in an outage
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 5.0
 
@@ -39,6 +40,10 @@ class SaveBoard(Protocol):
     def wait_settled(self, step: int | None, timeout_s: float) -> bool: ...
 
     def has_committed(self, step: int) -> bool: ...
+
+    def pending(self) -> dict[int, tuple[int, ...]]: ...
+
+    def submit_snapshot(self, reason: str) -> int: ...
 
     def check_store(self) -> None: ...
 
@@ -84,6 +89,8 @@ class StoreWaits:
         for signal in signals:
             self._watch.note(signal, now)
         self._say(now)
+        if self._watch.wants_save(now) and len(self._coordinator.pending()) < _MOST_SAVES:
+            self._coordinator.submit_snapshot("no save is under way that would tell whether the store is back")
 
     def begin_attempt(self, restored_step: int) -> None:
         self._watch.begin_attempt(restored_step, self._monotonic())

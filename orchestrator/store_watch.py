@@ -10,11 +10,13 @@ from enum import StrEnum
 from typing import Any
 
 from orchestrator.signals import Committed, SaveBound, SaveDelayed, SaveFailed, SaveSkipped, Signal, StepFinished
+from storage.errors import StoreRefused, StoreUnavailable
 
 __all__ = ["StoreFacts", "StoreNews", "StoreUser", "StoreWatch"]
 
 _REMIND_S = 10.0
-_SILENT_S = 120.0  # trouble that nobody has spoken of for so long is over: its save was given up
+_SILENT_S = 60.0
+_STORE_ERRORS = (StoreUnavailable.__name__, StoreRefused.__name__)  # as the reason of a failed save begins with
 
 
 class StoreUser(StrEnum):
@@ -109,8 +111,11 @@ class StoreWatch:
                 self.failed(StoreUser.SAVES, reason, now_s, failing_for_s=signal.failing_for_s)
             case SaveFailed(step=step, reason=reason):
                 self._failed_in_row += 1
-                self._num_failed += self.is_away
                 self._last_failure = f"save of step {step}, {reason}"
+                # A Keeper that has a newer one to try gives the older up without a word of delay.
+                if any(f"{name}: " in reason for name in _STORE_ERRORS):
+                    self.failed(StoreUser.SAVES, self._last_failure, now_s)
+                self._num_failed += self.is_away
                 self._bound_at_s.pop(step, None)
             case SaveSkipped(step=step):
                 self._num_skipped += self.is_away
@@ -148,12 +153,19 @@ class StoreWatch:
 
     def take_news(self, now_s: float) -> list[StoreNews]:
         """What is to be said by now: an outage that began, goes on, or is over."""
-        for user in [user for user, trouble in self._troubles.items() if now_s - trouble.seen_at_s > _SILENT_S]:
-            self.answered(user, now_s)
         if self.is_away and now_s - self._reminded_at_s >= _REMIND_S:
             self.remind(now_s)
         news, self._news = self._news, []
         return news
+
+    def wants_save(self, now_s: float) -> bool:
+        """Whether nobody has spoken of the trouble with saves for long: their save was given up, and only another one
+        can tell whether the store is back. True once in a while."""
+        trouble = self._troubles.get(StoreUser.SAVES)
+        if trouble is None or now_s - trouble.seen_at_s < _SILENT_S:
+            return False
+        trouble.seen_at_s = now_s
+        return True
 
     def remind(self, now_s: float) -> None:
         """Say how much is at risk by now."""

@@ -31,6 +31,8 @@ class Scene:
         self.back_at, self.settled_at = back_at, settled_at
         self.signals: list[Signal] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.under_way: dict[int, tuple[int, ...]] = {}
+        self.ordered: list[str] = []
         self.asked: Stop | None = None
         self.num_ticks = 0
         self.waits = StoreWaits(
@@ -64,6 +66,13 @@ class Scene:
     def has_committed(self, step: int) -> bool:
         assert step == 10
         return self.now >= self.settled_at
+
+    def pending(self) -> dict[int, tuple[int, ...]]:
+        return self.under_way
+
+    def submit_snapshot(self, reason: str) -> int:
+        self.ordered.append(reason)
+        return len(self.ordered)
 
     def check_store(self) -> None:
         if self.now < self.back_at:
@@ -159,6 +168,23 @@ def test_failed_saves_in_a_row_are_a_verdict_that_stays() -> None:
     scene.signals = [COMMITTED]
     scene.waits.take_signals()
     assert scene.waits.verdict() is stop
+
+
+def test_trouble_that_nobody_speaks_of_any_more_is_looked_into_by_another_save() -> None:
+    scene = Scene()
+    scene.signals = [DELAY]
+    for scene.now in range(0, 200, 5):
+        scene.waits.take_signals()
+    assert len(scene.ordered) == 3
+    scene.under_way = {10: (0,), 20: (0,)}
+    for scene.now in range(200, 400, 5):
+        scene.waits.take_signals()
+    assert len(scene.ordered) == 3, "two saves are under way: they will tell"
+    scene.under_way = {}
+    scene.signals = [COMMITTED]
+    for scene.now in range(400, 600, 5):
+        scene.waits.take_signals()
+    assert len(scene.ordered) == 3
 
 
 def test_the_last_save_of_a_run_that_an_outage_ends_gets_one_more_try() -> None:

@@ -90,13 +90,20 @@ def test_an_outage_lasts_until_all_who_need_the_store_are_served() -> None:
     assert [news.event for news in watch.take_news(16.0)] == ["store_away", "store_back"]
 
 
-def test_trouble_that_nobody_speaks_of_any_more_is_over() -> None:
+@pytest.mark.parametrize(
+    ("reason", "is_away"),
+    [
+        ("rank 0: superseded by step 12 while the store was away: StoreUnavailable: store: put k failed: 503", True),
+        ("rank 0: StoreRefused: store: put k failed: access denied", True),
+        ("rank 0: found no free buffer for it", False),
+    ],
+)
+def test_a_save_that_failed_for_the_store_is_a_sign_of_an_outage_and_another_is_not(reason: str, is_away: bool) -> None:
     watch = StoreWatch()
-    watch.note(delayed(10, 0.0), 100.0)
-    watch.take_news(219.0)
-    assert watch.is_away
-    watch.take_news(221.0)
-    assert not watch.is_away
+    watch.note(SaveFailed(attempt=ATTEMPT, step=10, reason=reason), 5.0)
+    assert watch.is_away is is_away
+    if is_away:
+        assert reason in watch.facts(6.0).reason
 
 
 def test_failed_saves_count_in_a_row_over_attempts_and_a_commit_ends_the_row() -> None:
