@@ -96,7 +96,8 @@ class Frame(_Record):
 class ChunkIndex(_Record):
     """One contiguous block of one tensor inside a Shard object, with its frames in row order.
 
-    ``bound`` is the verified relative L2 error bound of a lossy encoding; None means lossless.
+    ``bound`` is the promised bound of a lossy chunk, the relative L2 error of the next update; None means lossless.
+    Such a chunk was rounded to ``mantissa_bits``; ``update_error`` is the error then found, its partner's included.
     """
 
     name: Name
@@ -105,7 +106,9 @@ class ChunkIndex(_Record):
     sizes: Shape
     level: Level
     encoding: Literal["raw", "zstd", "shuffle-zstd", "planes-zstd"]
-    bound: float | None = None
+    bound: Annotated[float, Field(gt=0)] | None = None
+    mantissa_bits: Annotated[int, Field(ge=1, le=23)] | None = None
+    update_error: Annotated[float, Field(ge=0)] | None = None
     raw_digest: Digest64
     frames: Annotated[tuple[Frame, ...], Field(max_length=1 << 20)]
 
@@ -176,11 +179,15 @@ class RowBlocks(_Record):
 
 
 class TensorLayout(_Record):
-    """The full tensor ``name`` and the chunks that cover it exactly once, one by one or as the rule that makes them."""
+    """The full tensor ``name`` and the chunks that cover it exactly once, one by one or as the rule that makes them.
+
+    ``bound``: the largest that a lossy chunk of it promises (see `ChunkIndex`); None means lossless.
+    """
 
     dtype: Name
     shape: Shape
     level: Level
+    bound: Annotated[float, Field(gt=0)] | None = None
     chunks: Annotated[tuple[ChunkPlace, ...], Field(max_length=MAX_CHUNKS)] | RowBlocks
 
 
@@ -202,7 +209,8 @@ class Receipt(_Record):
     """Proof that one rank's Shard of one step is durable in one Tier, with all the Manifest needs to know of it.
 
     ``tensors`` lists this rank's chunks (``rank`` of each equals ``shard.rank``); ``shared_state`` is the replicated
-    plain state and set by rank 0 alone; ``rank_state`` is this rank's own plain state.
+    plain state and set by rank 0 alone; ``rank_state`` is this rank's own plain state. ``lossless_fallbacks`` counts
+    chunks that were to be rounded and were kept exactly, as no rounding kept the bound.
     """
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # else a state's infinity is stored as null
@@ -219,6 +227,7 @@ class Receipt(_Record):
     stall_s: float = 0.0
     encode_s: float = 0.0
     upload_s: float = 0.0
+    lossless_fallbacks: Size = 0
 
     @property
     def step_key(self) -> StepKey:
@@ -243,6 +252,7 @@ class Manifest(_Record):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     ledger: LedgerRange | None = None
     probe: ProbeRecord | None = None
+    lossless_fallbacks: Size = 0
 
     @property
     def step_key(self) -> StepKey:

@@ -1,4 +1,4 @@
-"""What writing and reading a Shard object share: element widths, rows of a chunk, the trailer.
+"""What writing and reading a Shard object share: chunks as captured, element widths, rows, the trailer.
 
 Trailer (24 bytes, little endian): index length u64, format version u32, reserved u32, magic of 8 bytes.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-__all__ = ["MAGIC", "TRAILER", "TRAILER_BYTES", "itemsize_of", "num_rows", "row_bytes"]
+from storage.manifest import Level
+
+__all__ = ["MAGIC", "TRAILER", "TRAILER_BYTES", "RawChunk", "itemsize_of", "num_rows", "row_bytes"]
 
 TRAILER: Final = struct.Struct("<QII8s")
 TRAILER_BYTES: Final = TRAILER.size
@@ -44,3 +47,16 @@ def num_rows(sizes: Sequence[int]) -> int:
 def row_bytes(sizes: Sequence[int], itemsize: int) -> int:
     """Bytes of one row."""
     return prod(sizes[1:]) * itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawChunk:
+    """One contiguous block of one tensor, row-major, as captured: what `write_shard` is given."""
+
+    name: str
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    level: Level
+    itemsize: int
+    data: memoryview

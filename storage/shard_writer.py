@@ -5,27 +5,27 @@ Memory stays within a few frames, however large the Shard. Where the bytes go is
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import numpy as np
 import xxhash
 
-from storage.codec import digest64, digest128, encode
+from storage.bounded import round_mantissa
+from storage.codec import Buffer, digest64, digest128, encode
 from storage.config import CheckpointConfig
 from storage.keys import Attempt
-from storage.manifest import SHARD_VERSION, AttemptRecord, ChunkIndex, Frame, Level, ShardIndex, ShardRecord
-from storage.shard_format import MAGIC, TRAILER, itemsize_of, num_rows, row_bytes
+from storage.manifest import SHARD_VERSION, AttemptRecord, ChunkIndex, Frame, ShardIndex, ShardRecord
+from storage.moments import KeptMoment, plan_moments
+from storage.ordered import in_order
+from storage.shard_format import MAGIC, TRAILER, RawChunk, itemsize_of, num_rows, row_bytes
 
 __all__ = ["EncodedShard", "RawChunk", "ShardSink", "ShardSummary", "encode_shard", "write_shard"]
 
 _SMALLEST_TARGET: Final = 256 << 10
-_WINDOW_BYTES: Final = 16 << 20  # raw bytes that are being encoded or wait for their turn to be written
-_WINDOW_FRAMES: Final = 64
-_ENCODE_TIMEOUT_S: Final = 600.0
 
 
 class ShardSink(Protocol):
@@ -35,27 +35,18 @@ class ShardSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawChunk:
-    """One contiguous block of one tensor, row-major, as captured: what `write_shard` is given."""
-
-    name: str
-    dtype: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    level: Level
-    itemsize: int
-    data: memoryview
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSummary:
-    """What was written: all that the ShardRecord of the object needs to say."""
+    """What was written: all that the ShardRecord of the object needs to say.
+
+    ``lossless_fallbacks``: chunks that should have been rounded and were kept exactly, as no rounding kept the bound.
+    """
 
     index: ShardIndex
     size: int
     digest: str
     index_bytes: int
     index_digest: str
+    lossless_fallbacks: int = 0
 
     def record(self, key: str) -> ShardRecord:
         """The record of this Shard once it is stored under ``key``."""
@@ -94,6 +85,7 @@ def encode_shard(
         digest=summary.digest,
         index_bytes=summary.index_bytes,
         index_digest=summary.index_digest,
+        lossless_fallbacks=summary.lossless_fallbacks,
         data=memoryview(content.data).toreadonly(),
     )
 
@@ -115,21 +107,18 @@ def write_shard(
     """
     for chunk in chunks:
         _check(chunk)
+    moments = plan_moments(chunks, config, pool)
     output = _Output(sink)
-    frames: list[list[Frame]] = [[] for _ in chunks]
-    with closing(_encoded(_parts(chunks, config), config, pool)) as encoded:
-        for part, stored in encoded:
-            frames[part.chunk].append(
-                Frame(
-                    rows=part.rows,
-                    offset=output.size,
-                    stored_bytes=len(stored),
-                    raw_bytes=len(part.raw),
-                    digest=digest64(stored),
-                )
-            )
-            output.write(stored)
-    indexes = tuple(_chunk_index(chunk, own, config) for chunk, own in zip(chunks, frames, strict=True))
+    chunk_outputs = [_ChunkOutput(chunk) for chunk in chunks]
+
+    def encode_part(part: _Part) -> _EncodedPart:
+        return _encode(part, config)
+
+    parts = _parts(chunks, moments, config)
+    with closing(in_order(encode_part, parts, lambda part: len(part.raw), pool)) as encoded:
+        for part, result in encoded:
+            chunk_outputs[part.chunk].add(part, result, output)
+    indexes = tuple(own.index(moments.get(number), config) for number, own in enumerate(chunk_outputs))
     index = ShardIndex(step=step, attempt=AttemptRecord.of(attempt), rank=rank, chunks=indexes)
     footer = index.model_dump_json().encode()
     output.write(footer)
@@ -140,6 +129,7 @@ def write_shard(
         digest=output.digest.hexdigest(),
         index_bytes=len(footer),
         index_digest=digest128(footer),
+        lossless_fallbacks=sum(moment.mantissa_bits is None for moment in moments.values()),
     )
 
 
@@ -151,6 +141,15 @@ class _Part:
     rows: tuple[int, int]
     raw: memoryview
     itemsize: int
+    mantissa_bits: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EncodedPart:
+    """The stored bytes of a part and what they decode to."""
+
+    stored: bytes
+    raw: Buffer
 
 
 class _Content:
@@ -177,6 +176,44 @@ class _Output:
         self.size += len(data)
 
 
+class _ChunkOutput:
+    """Collects what the index says of one chunk while its frames go by."""
+
+    def __init__(self, chunk: RawChunk) -> None:
+        self._chunk = chunk
+        self._frames: list[Frame] = []
+        self._raw_digest = xxhash.xxh3_64()
+
+    def add(self, part: _Part, encoded: _EncodedPart, output: _Output) -> None:
+        self._frames.append(
+            Frame(
+                rows=part.rows,
+                offset=output.size,
+                stored_bytes=len(encoded.stored),
+                raw_bytes=len(encoded.raw),
+                digest=digest64(encoded.stored),
+            )
+        )
+        self._raw_digest.update(encoded.raw)
+        output.write(encoded.stored)
+
+    def index(self, moment: KeptMoment | None, config: CheckpointConfig) -> ChunkIndex:
+        bits = None if moment is None else moment.mantissa_bits
+        return ChunkIndex(
+            name=self._chunk.name,
+            dtype=self._chunk.dtype,
+            offsets=self._chunk.offsets,
+            sizes=self._chunk.sizes,
+            level=self._chunk.level,
+            encoding=config.encoding,
+            bound=None if bits is None else config.moment_bound,
+            mantissa_bits=bits,
+            update_error=None if moment is None else moment.error,
+            raw_digest=self._raw_digest.hexdigest(),
+            frames=tuple(self._frames),
+        )
+
+
 def _check(chunk: RawChunk) -> None:
     width, rows = row_bytes(chunk.sizes, chunk.itemsize), num_rows(chunk.sizes)
     if chunk.itemsize != itemsize_of(chunk.dtype) or chunk.data.nbytes != rows * width:
@@ -186,53 +223,20 @@ def _check(chunk: RawChunk) -> None:
         )
 
 
-def _parts(chunks: Sequence[RawChunk], config: CheckpointConfig) -> Iterator[_Part]:
+def _parts(chunks: Sequence[RawChunk], moments: Mapping[int, KeptMoment], config: CheckpointConfig) -> Iterator[_Part]:
     for number, chunk in enumerate(chunks):
+        bits = moments[number].mantissa_bits if number in moments else None
         raw = chunk.data.cast("B")
         width, rows = row_bytes(chunk.sizes, chunk.itemsize), num_rows(chunk.sizes)
         target = min(config.frame_bytes, max(_SMALLEST_TARGET, len(raw) // 16))
         step = max(1, target // width) if rows else 1
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            yield _Part(number, (start, stop), raw[start * width : stop * width], chunk.itemsize)
+            yield _Part(number, (start, stop), raw[start * width : stop * width], chunk.itemsize, bits)
 
 
-def _encoded(parts: Iterator[_Part], config: CheckpointConfig, pool: Executor | None) -> Generator[tuple[_Part, bytes]]:
-    """Every part with its stored bytes, in order."""
-    if pool is None:
-        for part in parts:
-            yield part, _encode(part, config)
-        return
-    pending: deque[tuple[_Part, Future[bytes]]] = deque()
-    pending_bytes = 0
-    try:
-        for part in parts:
-            while pending and (pending_bytes + len(part.raw) > _WINDOW_BYTES or len(pending) >= _WINDOW_FRAMES):
-                yield pending[0][0], pending[0][1].result(timeout=_ENCODE_TIMEOUT_S)
-                pending_bytes -= len(pending.popleft()[0].raw)
-            pending.append((part, pool.submit(_encode, part, config)))
-            pending_bytes += len(part.raw)
-        while pending:
-            yield pending[0][0], pending[0][1].result(timeout=_ENCODE_TIMEOUT_S)
-            pending.popleft()
-    finally:
-        # The caller may take the chunks' memory back next, so no thread may still be reading it.
-        running = [future for _, future in pending if not future.cancel()]
-        wait(running, timeout=_ENCODE_TIMEOUT_S)
-
-
-def _encode(part: _Part, config: CheckpointConfig) -> bytes:
-    return encode(part.raw, part.itemsize, config.encoding, config.zstd_level)
-
-
-def _chunk_index(chunk: RawChunk, frames: Sequence[Frame], config: CheckpointConfig) -> ChunkIndex:
-    return ChunkIndex(
-        name=chunk.name,
-        dtype=chunk.dtype,
-        offsets=chunk.offsets,
-        sizes=chunk.sizes,
-        level=chunk.level,
-        encoding=config.encoding,
-        raw_digest=digest64(chunk.data),
-        frames=tuple(frames),
-    )
+def _encode(part: _Part, config: CheckpointConfig) -> _EncodedPart:
+    raw: Buffer = part.raw
+    if part.mantissa_bits is not None:
+        raw = round_mantissa(np.frombuffer(part.raw, np.uint32), part.mantissa_bits).data.cast("B")
+    return _EncodedPart(stored=encode(raw, part.itemsize, config.encoding, config.zstd_level), raw=raw)
