@@ -35,6 +35,7 @@ from storage.config import CheckpointConfig
 from storage.errors import CommitRefused, StorageError, StoreUnavailable
 from storage.keys import LEASES, Attempt, StepKey
 from storage.manifest import Receipt
+from storage.merge import StepMerge
 from storage.sources import RestorePlan
 from workers.contract import ExchangeReply, ExchangeRequest, Order, OrderKind
 
@@ -96,9 +97,16 @@ class Coordinator:
             self._metrics = {step: loss for step, loss in self._metrics.items() if step <= base_step}
             self._last_save_at = self._monotonic()
             self._pending.begin(world_size)
+            self._executor.submit(self._sweep_dead, attempt)
             self._slow.forget_all()
             self._delays.clear()
             self._lock.notify_all()
+
+    def _sweep_dead(self, attempt: Attempt) -> None:
+        try:
+            self._committer.sweep_dead(attempt)
+        except StorageError as error:
+            _log.warning("what earlier Attempts left stays for now: %s", error)
 
     def submit_leave(self, reason: str) -> int:
         """Order all ranks to snapshot and leave as soon as they can; returns the Order's number."""
@@ -307,16 +315,16 @@ class Coordinator:
             self._signals.append(SaveFailed(attempt=attempt, step=step, reason=reason))
         self._lock.notify_all()
 
-    def _commit(self, attempt: Attempt, base_step: int, step: int, receipts: tuple[Receipt, ...]) -> None:
+    def _commit(self, attempt: Attempt, base_step: int, step: int, merge: StepMerge) -> None:
         try:
-            self._commit_whole(attempt, base_step, step, receipts)
+            self._commit_whole(attempt, base_step, step, merge)
         except Exception as error:  # noqa: BLE001 - outer edge of the committer thread: becomes a Signal
             _log.exception("commit of step %d failed", step)
             with self._lock:
                 if attempt == self._attempt:
                     self._give_up(attempt, step, f"{type(error).__name__}: {error}")
 
-    def _commit_whole(self, attempt: Attempt, base_step: int, step: int, receipts: tuple[Receipt, ...]) -> None:
+    def _commit_whole(self, attempt: Attempt, base_step: int, step: int, merge: StepMerge) -> None:
         with self._lock:
             if attempt != self._attempt:
                 return
@@ -327,8 +335,9 @@ class Coordinator:
             }
         began_at = self._monotonic()
         with self._store.patience(lambda reason, for_s: self._delay(attempt, step, None, reason, for_s)):
-            done: CommittedStep = self._committer.commit(receipts, base_step=base_step, **facts)
+            done: CommittedStep = self._committer.commit(merge, base_step=base_step, **facts)
         now = self._monotonic()
+        receipts = merge.receipts
         with self._lock:
             if attempt == self._attempt:
                 slow = self._slow.committed(step, receipts, now - began_at, now)

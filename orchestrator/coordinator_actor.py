@@ -6,6 +6,7 @@ driver.
 
 from __future__ import annotations
 
+import gc
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -54,6 +55,8 @@ class CoordinatorShell:
         owner: str,
     ) -> None:
         self._owner = owner
+        # Receipts arrive as many small objects: without this, each collection would walk all of Ray's and ours again.
+        gc.freeze()
         # Few tries in one call: an outage is noticed soon, and who outlasts it is decided above.
         few_tries = config.store.model_copy(update={"retries": min(1, config.store.retries)})
         store = PatientStore(open_store(root_url, few_tries), limit_s=config.max_outage_s + _GRACE_S)

@@ -1,8 +1,12 @@
-"""The saves of one Attempt that are under way: which Receipts came, which steps are settled. A plain ledger."""
+"""The saves of one Attempt that are under way: which Receipts came, which steps are settled. A plain ledger.
+
+Receipts are folded into their step's StepMerge at once: 10,000 of them kept as they came would fill gigabytes.
+"""
 
 from __future__ import annotations
 
 from storage.manifest import Receipt
+from storage.merge import StepMerge
 
 __all__ = ["PendingSaves"]
 
@@ -14,7 +18,7 @@ class PendingSaves:
 
     def __init__(self) -> None:
         self._world_size = 0
-        self._receipts: dict[int, dict[int, Receipt]] = {}
+        self._merges: dict[int, StepMerge] = {}
         self._settled: list[int] = []
         self._bound: set[int] = set()
         self.committed: set[int] = set()
@@ -22,14 +26,14 @@ class PendingSaves:
     def begin(self, world_size: int) -> None:
         """Forget the last Attempt's saves."""
         self._world_size = world_size
-        self._receipts = {}
+        self._merges = {}
         self._settled = []
         self._bound = set()
         self.committed = set()
 
     @property
     def num_unsettled(self) -> int:
-        return len(self._receipts)
+        return len(self._merges)
 
     def expect(self, step: int) -> bool:
         """Ranks were told to save ``step``. False when that was known before."""
@@ -37,26 +41,24 @@ class PendingSaves:
             return False
         self._bound.add(step)
         if step not in self._settled:
-            self._receipts.setdefault(step, {})
+            self._merges.setdefault(step, StepMerge())
         return True
 
-    def add(self, receipt: Receipt) -> tuple[Receipt, ...] | None:
-        """Record a Receipt; all Receipts of its step, in rank order, when this was the last one missing."""
+    def add(self, receipt: Receipt) -> StepMerge | None:
+        """Record a Receipt; all Receipts of its step together, when this was the last one missing."""
         step, rank = receipt.step, receipt.shard.rank
         if step in self._settled or receipt.world_size != self._world_size or not 0 <= rank < self._world_size:
             return None
-        ranks = self._receipts.setdefault(step, {})
-        if rank in ranks:
+        merge = self._merges.setdefault(step, StepMerge())
+        if rank in merge:
             return None
-        ranks[rank] = receipt
-        if len(ranks) < self._world_size:
-            return None
-        return tuple(ranks[index] for index in range(self._world_size))
+        merge.add(receipt)
+        return merge if len(merge) == self._world_size else None
 
     def overtaken_by(self, receipt: Receipt) -> tuple[int, ...]:
         """Earlier steps that this rank will never deliver: a Keeper ships one rank's Snapshots in step order."""
         rank = receipt.shard.rank
-        return tuple(step for step, ranks in self._receipts.items() if step < receipt.step and rank not in ranks)
+        return tuple(step for step, merge in self._merges.items() if step < receipt.step and rank not in merge)
 
     def settle_committed(self, step: int) -> None:
         self.committed.add(step)
@@ -70,7 +72,7 @@ class PendingSaves:
         return True
 
     def _settle(self, step: int) -> None:
-        self._receipts.pop(step, None)
+        self._merges.pop(step, None)
         self._settled.append(step)
         del self._settled[:-_MAX_SETTLED]
 
@@ -79,10 +81,10 @@ class PendingSaves:
 
     def is_settled(self, step: int | None) -> bool:
         """Whether ``step`` is over, or with None whether nothing is under way."""
-        return not self._receipts if step is None else step in self._settled
+        return not self._merges if step is None else step in self._settled
 
     def missing(self) -> dict[int, tuple[int, ...]]:
         return {
-            step: tuple(rank for rank in range(self._world_size) if rank not in ranks)
-            for step, ranks in self._receipts.items()
+            step: tuple(rank for rank in range(self._world_size) if rank not in merge)
+            for step, merge in self._merges.items()
         }
