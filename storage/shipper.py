@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _NUM_UPLOADERS: Final = 2
 _NUM_ENCODERS: Final = 2
 _IDLE_S: Final = 30.0
+_MOST_LEFT: Final = 128  # Shards of a killed Keeper that are taken up: less than the outbox holds without waiting
 _SLACK_BYTES: Final = 64 << 10  # index and frames that do not get smaller, beside a 64th of the Snapshot
 
 
@@ -147,7 +148,7 @@ class Shipper:
 
     def _take_up_what_was_left(self) -> None:
         """Go on where a Keeper before this one was killed; all but the newest Attempt it knew is over."""
-        entries = () if self._spool is None else self._spool.entries()
+        entries = () if self._spool is None else self._spool.entries()[-_MOST_LEFT:]
         newest = max((entry.receipt.attempt.number for entry in entries), default=0)
         for entry in entries:
             receipt = entry.receipt

@@ -151,8 +151,8 @@ class Spool:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a Shard here is not uploaded, or its Receipt not acknowledged."""
-        return not all(entry.is_uploaded and entry.is_acknowledged for entry in self.entries())
+        """Whether a Shard here is not uploaded, or its Receipt still to be acknowledged."""
+        return len(self._settled()) < len(self.entries())
 
     def add(self, key: str, need: int, write: Callable[[FileWriter], Receipt]) -> SpoolEntry:
         """Write one Shard through ``write`` and then its state. ``need``: the most bytes it can take.
@@ -244,8 +244,14 @@ class Spool:
                 raise DiskFull(str(self.directory), need, max(0, usable))
             self.drop(evictable[0].key)
 
+    def _settled(self) -> list[SpoolEntry]:
+        """Those of which nobody waits to hear: Receipts of an Attempt that is over are refused for good."""
+        entries = self.entries()
+        newest = max((entry.receipt.attempt.number for entry in entries), default=0)
+        return [e for e in entries if e.is_uploaded and (e.is_acknowledged or e.receipt.attempt.number < newest)]
+
     def _stale(self) -> list[str]:
-        settled = [entry for entry in self.entries() if entry.is_uploaded and entry.is_acknowledged]
+        settled = self._settled()
         steps = sorted({entry.receipt.step_key for entry in settled}, key=lambda key: (key.attempt.number, key.step))
         kept = set(steps[-_KEPT_STEPS:])
         return [entry.key for entry in settled if entry.receipt.step_key not in kept]

@@ -199,6 +199,28 @@ def test_two_uploaded_steps_are_kept_to_be_read_from(disk: Disk) -> None:
     assert not spool.has_unsent
 
 
+def test_a_receipt_that_an_ended_attempt_never_delivered_keeps_no_shard(disk: Disk) -> None:
+    spool = disk.spool()
+    disk.add(spool, 1, uploaded=True)
+    assert spool.has_unsent
+    newer = Attempt(number=2, nonce="00000002")
+    content = b"newer"
+    receipt = receipt_of(2, content)
+    name = shard_key(StepKey(step=2, attempt=newer), 0)
+    receipt = receipt.model_copy(
+        update={"attempt": AttemptRecord.of(newer), "shard": receipt.shard.model_copy(update={"key": name})}
+    )
+
+    def write(file: FileWriter) -> Receipt:
+        file.write(content)
+        return receipt
+
+    spool.add(name, MIB, write)
+    spool.mark_uploaded(name, receipt)
+    spool.mark_acknowledged(name)
+    assert not spool.has_unsent
+
+
 def test_one_keeper_at_a_time(disk: Disk) -> None:
     disk.spool()
     with pytest.raises(StorageError, match="in use by a living Keeper"):
