@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.doctor import Diagnosis, Examined, Finding
+from orchestrator.doctor_salvage import Salvage
 from orchestrator.report_text import size
 
 __all__ = ["diagnosis_facts", "diagnosis_text", "next_commands"]
@@ -67,10 +68,7 @@ def next_commands(diagnosis: Diagnosis, url: str) -> list[str]:
     if salvage is not None:
         if salvage.is_quarantined:
             commands.append(f"raysume checkpoints quarantine {url} {salvage.step} --lift")
-        commands.append(
-            f"raysume run CONFIG run.url={url} run.resume={salvage.step} run.resume_levels=L1"
-            "   # L1 ONLY: weights, schedule and data position; optimizer moments start at zero"
-        )
+        commands.append(f"raysume run CONFIG run.url={url} run.resume={salvage.step}{_only_l1(salvage)}")
     if not diagnosis.is_deep and diagnosis.inventory.steps:
         commands.append(f"raysume doctor {url} --deep   # every byte; so far only presence, sizes and indexes")
     if any(one.is_damaged for one in diagnosis.examined):
@@ -97,6 +95,12 @@ def _examined_facts(one: Examined) -> dict[str, Any]:
     }
 
 
+def _only_l1(salvage: Salvage) -> str:
+    if not salvage.lost:
+        return ""
+    return " run.resume_levels=L1   # L1 ONLY: weights, schedule and data position; optimizer moments start at zero"
+
+
 def _headline(diagnosis: Diagnosis) -> str:
     if diagnosis.is_empty:
         return "nothing of a run is here" + (", but other files are" if diagnosis.foreign else "")
@@ -120,9 +124,9 @@ def _checkpoint_lines(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.inventory.cut_off:
         total = size(sum(piece.stored_bytes for piece in diagnosis.inventory.cut_off))
         steps = ", ".join(str(piece.key.step) for piece in diagnosis.inventory.cut_off[-5:])
-        lines.append(
-            f"  {len(diagnosis.inventory.cut_off)} saves were never committed ({total}), the last: step {steps}"
-        )
+        count = len(diagnosis.inventory.cut_off)
+        were = "1 save was" if count == 1 else f"{count} saves were"
+        lines.append(f"  {were} never committed ({total}), the last: step {steps}")
     return lines
 
 
@@ -170,7 +174,9 @@ def _refusal_lines(diagnosis: Diagnosis) -> list[str]:
     salvage = diagnosis.salvage
     if salvage is None:
         return [*lines, "no checkpoint has all of L1: only a copy elsewhere can help"]
-    lost = ", ".join(salvage.lost) or "bytes that no level needs"
+    if not salvage.lost:
+        return [*lines, f"step {salvage.step} is out of use, but every tensor of it is whole: it can be lifted"]
+    lost = ", ".join(salvage.lost)
     return [
         *lines,
         f"of step {salvage.step} all of L1 is whole, {lost} is not: an L1-only resume is possible, with fresh "

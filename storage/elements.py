@@ -31,7 +31,8 @@ def float_values(raw: bytes | memoryview, dtype: str) -> Values:
     flat = np.frombuffer(raw, dtype=np.uint8)
     itemsize_of(dtype)  # an unknown type is refused by name
     if dtype == "bfloat16":
-        return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN may be stored; here it is a NaN like any other
+            return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if dtype == "float8_e8m0fnu":
         return _e8m0_table()[flat]
     if dtype in _EIGHT_BITS:
@@ -41,7 +42,8 @@ def float_values(raw: bytes | memoryview, dtype: str) -> Values:
     values: NDArray[Any] = flat.view(np.dtype(dtype).newbyteorder("<"))
     if dtype.startswith("complex"):
         return values.astype(np.complex128)
-    return values.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float64)
 
 
 @cache
