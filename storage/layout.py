@@ -28,11 +28,24 @@ class LayoutFold:
     is told: 10,000 Receipts of a large model would not fit into memory as objects.
     """
 
-    __slots__ = ("_dim", "_dtype", "_first_rank", "_last", "_level", "_odd", "_owners", "_shape", "_size", "_usual")
+    __slots__ = (
+        "_bound",
+        "_dim",
+        "_dtype",
+        "_first_rank",
+        "_last",
+        "_level",
+        "_odd",
+        "_owners",
+        "_shape",
+        "_size",
+        "_usual",
+    )
 
     def __init__(self, rank: int, layout: TensorLayout) -> None:
         self._first_rank = rank
         self._dtype, self._shape, self._level = layout.dtype, layout.shape, layout.level
+        self._bound: float | None = None
         self._dim = self._size = 0
         self._usual: tuple[int, ...] | None = None
         self._last: tuple[int, ...] | None = None
@@ -48,6 +61,8 @@ class LayoutFold:
             )
         if isinstance(layout.chunks, RowBlocks):
             return f"comes from rank {rank} as a rule; a Receipt lists its chunks one by one"
+        if layout.bound is not None:
+            self._bound = max(layout.bound, self._bound or 0.0)
         for chunk in layout.chunks:
             if chunk.rank != rank:
                 return f"comes from rank {rank} with a chunk of rank {chunk.rank}"
@@ -69,7 +84,9 @@ class LayoutFold:
             problem = None if is_regular else cover_problem(self._shape, chunks)
             if problem is not None:
                 return problem
-        return TensorLayout.model_construct(dtype=self._dtype, shape=self._shape, level=self._level, chunks=chunks)
+        return TensorLayout.model_construct(
+            dtype=self._dtype, shape=self._shape, level=self._level, bound=self._bound, chunks=chunks
+        )
 
     def _place(self, rank: int, offsets: tuple[int, ...], sizes: tuple[int, ...], max_blocks: int) -> None:
         if self._usual is None and max_blocks:

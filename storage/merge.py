@@ -97,6 +97,7 @@ class StepMerge:
             metadata=dict(metadata),
             ledger=ledger,
             probe=probe,
+            lossless_fallbacks=sum(receipt.lossless_fallbacks for receipt in receipts),
         )
 
     def _layouts(self, step: int) -> dict[str, TensorLayout]:

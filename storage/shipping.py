@@ -16,7 +16,7 @@ from storage.errors import ObjectMissing, StorageError, StoreUnavailable
 from storage.frames import TRAILER_BYTES, RawChunk, ShardSink, write_shard
 from storage.keeper_protocol import SealedSnapshot
 from storage.keys import StepKey, shard_key
-from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardRecord, TensorLayout
+from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardIndex, ShardRecord, TensorLayout
 from storage.object_store import ObjectStore
 from storage.snapshot_format import SnapshotHeader, StagedChunk, header_digest, read_header
 
@@ -75,11 +75,12 @@ def write_snapshot(
         attempt=AttemptRecord.of(header.attempt),
         world_size=header.world_size,
         shard=summary.record(key_of(snapshot)),
-        tensors=tensor_layouts(header),
+        tensors=tensor_layouts(header, summary.index),
         shared_state=header.shared_state,
         rank_state=header.rank_state,
         stall_s=snapshot.stall_s,
         encode_s=clock() - started_at_s,
+        lossless_fallbacks=summary.lossless_fallbacks,
     )
 
 
@@ -110,12 +111,19 @@ def ship_snapshot(
     return upload_shard(store, receipt, sink.view(), deadline_s=config.store.deadline_s, clock=clock)
 
 
-def tensor_layouts(header: SnapshotHeader) -> dict[str, TensorLayout]:
-    """Every tensor named in the Snapshot with this rank's blocks; one of which it holds nothing has no blocks."""
+def tensor_layouts(header: SnapshotHeader, index: ShardIndex | None = None) -> dict[str, TensorLayout]:
+    """Every tensor named in the Snapshot with this rank's blocks; one of which it holds nothing has no blocks.
+
+    ``index``: of the Shard that was written, where tensors may be lossy.
+    """
+    bounds = {} if index is None else _bounds(index)
     layouts: dict[str, TensorLayout] = {}
     for chunk in header.chunks:
         known = layouts.setdefault(
-            chunk.name, TensorLayout(dtype=chunk.dtype, shape=chunk.shape, level=chunk.level, chunks=())
+            chunk.name,
+            TensorLayout(
+                dtype=chunk.dtype, shape=chunk.shape, level=chunk.level, bound=bounds.get(chunk.name), chunks=()
+            ),
         )
         if (known.dtype, known.shape, known.level) != (chunk.dtype, chunk.shape, chunk.level):
             raise StorageError(
@@ -126,6 +134,15 @@ def tensor_layouts(header: SnapshotHeader) -> dict[str, TensorLayout]:
             place = ChunkPlace(rank=header.rank, offsets=chunk.offsets, sizes=chunk.sizes)
             layouts[chunk.name] = known.model_copy(update={"chunks": (*known.chunks, place)})
     return layouts
+
+
+def _bounds(index: ShardIndex) -> dict[str, float]:
+    """The largest bound that a chunk of each lossy tensor promises."""
+    bounds: dict[str, float] = {}
+    for chunk in index.chunks:
+        if chunk.bound is not None:
+            bounds[chunk.name] = max(chunk.bound, bounds.get(chunk.name, 0.0))
+    return bounds
 
 
 def _read_back(store: ObjectStore, shard: ShardRecord, deadline_s: float) -> None:

@@ -42,12 +42,16 @@ _LOCAL_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What one rank took from the Checkpoint, and from where. ``reseeded``: it had no RNG state of its own there."""
+    """What one rank took from the Checkpoint, and from where. ``reseeded``: it had no RNG state of its own there.
+
+    ``bound``: the largest that a rounded tensor of the Checkpoint promises; None when all of it is exact.
+    """
 
     step: int
     bytes_by_tier: Mapping[Tier, int]
     reseeded: bool
     lines: tuple[str, ...]
+    bound: float | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -94,7 +98,25 @@ def restore(
     )
     for line in lines:
         logger.info("%s", line)
-    return RestoreReport(step=manifest.step, bytes_by_tier=read, reseeded=reseeded, lines=tuple(lines))
+    bound = _warn_of_rounding(manifest, rank)
+    return RestoreReport(step=manifest.step, bytes_by_tier=read, reseeded=reseeded, lines=tuple(lines), bound=bound)
+
+
+def _warn_of_rounding(manifest: Manifest, rank: int) -> float | None:
+    """Say once that this resume is not bit for bit, and by how much; the largest bound of any tensor."""
+    bounds = [layout.bound for layout in manifest.tensors.values() if layout.bound is not None]
+    if not bounds:
+        return None
+    if rank == 0:
+        logger.warning(
+            "resume with fidelity: bounded: %d tensors of step %d were rounded within %g of the next update; "
+            "%d blocks could not be and are exact",
+            len(bounds),
+            manifest.step,
+            max(bounds),
+            manifest.lossless_fallbacks,
+        )
+    return max(bounds)
 
 
 class _Loader:

@@ -151,3 +151,14 @@ def test_ten_thousand_ranks_are_merged() -> None:
     manifest = merge(*receipts)
     assert len(manifest.shards) == num
     assert len(manifest.tensors["w"].chunks) == num
+
+
+def test_the_largest_bound_of_any_rank_and_all_fallbacks_reach_the_manifest() -> None:
+    receipts = []
+    for rank, bound in enumerate((None, 1e-4, 1e-3, 1e-5)):
+        one = receipt(rank, 4, (8, 4), [((2 * rank, 0), (2, 4))], lossless_fallbacks=rank)
+        layouts = {"w": one.tensors["w"].model_copy(update={"bound": bound})}
+        receipts.append(one.model_copy(update={"tensors": layouts}))
+    manifest = merge(*receipts)
+    assert (manifest.tensors["w"].bound, manifest.lossless_fallbacks) == (1e-3, 6)
+    assert merge(receipt(0, 1, (1,), [((0,), (1,))])).tensors["w"].bound is None
