@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.committer import CommittedStep, Committer
 from orchestrator.patient_store import PatientStore
-from orchestrator.pending_saves import PendingSaves
+from orchestrator.pending_saves import MAX_WHOLE, PendingSaves
 from orchestrator.save_policy import SaveFacts, decide_save
 from orchestrator.signals import (
     Committed,
@@ -35,7 +35,6 @@ from storage.config import CheckpointConfig
 from storage.errors import CommitRefused, StorageError, StoreUnavailable
 from storage.keys import LEASES, Attempt, StepKey
 from storage.manifest import Receipt
-from storage.merge import StepMerge
 from storage.sources import RestorePlan
 from workers.contract import ExchangeReply, ExchangeRequest, Order, OrderKind
 
@@ -202,6 +201,9 @@ class Coordinator:
             self._take_news(request)
             self._consult_policy()
             settled = self._pending.settled_steps()
+            if self._store.trouble is not None:
+                # Nothing of them is left in a Keeper: they must not keep newer Snapshots out of it for a whole outage.
+                settled += self._pending.whole_steps
             return ExchangeReply(attempt=request.attempt, order=self._order, settled_steps=settled, is_current=True)
 
     def _take_news(self, request: ExchangeRequest) -> None:
@@ -274,12 +276,19 @@ class Coordinator:
                     attempt.label,
                 )
                 return True
-            whole = self._pending.add(receipt)
+            is_whole = self._pending.add(receipt)
             for step in self._pending.overtaken_by(receipt):
                 self._give_up(attempt, step, f"rank {receipt.shard.rank} found no free buffer for it")
-            if whole is not None:
-                self._executor.submit(self._commit, attempt, self._base_step, receipt.step, whole)
+            if is_whole:
+                self._executor.submit(self._commit, attempt, self._base_step, receipt.step)
+                self._bound_waiting(attempt)
         return True
+
+    def _bound_waiting(self, attempt: Attempt) -> None:
+        """Commits that wait for the store are bounded too: the newest are worth most. The oldest is being tried."""
+        _, *waiting = self._pending.whole_steps
+        for step in waiting[: -(MAX_WHOLE - 1)]:
+            self._give_up(attempt, step, f"superseded by step {waiting[-1]}: its Commit could not be written meanwhile")
 
     def deliver_many(self, receipts: tuple[Receipt, ...]) -> tuple[bool, ...]:
         """`deliver` for each of them: one call of a Keeper with several ranks."""
@@ -315,18 +324,19 @@ class Coordinator:
             self._signals.append(SaveFailed(attempt=attempt, step=step, reason=reason))
         self._lock.notify_all()
 
-    def _commit(self, attempt: Attempt, base_step: int, step: int, merge: StepMerge) -> None:
+    def _commit(self, attempt: Attempt, base_step: int, step: int) -> None:
         try:
-            self._commit_whole(attempt, base_step, step, merge)
+            self._commit_whole(attempt, base_step, step)
         except Exception as error:  # noqa: BLE001 - outer edge of the committer thread: becomes a Signal
             _log.exception("commit of step %d failed", step)
             with self._lock:
                 if attempt == self._attempt:
                     self._give_up(attempt, step, f"{type(error).__name__}: {error}")
 
-    def _commit_whole(self, attempt: Attempt, base_step: int, step: int, merge: StepMerge) -> None:
+    def _commit_whole(self, attempt: Attempt, base_step: int, step: int) -> None:
         with self._lock:
-            if attempt != self._attempt:
+            merge = self._pending.whole(step)
+            if attempt != self._attempt or merge is None:
                 return
             facts: dict[str, Any] = {
                 "loss": self._losses.get(step),

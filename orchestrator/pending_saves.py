@@ -8,8 +8,9 @@ from __future__ import annotations
 from storage.manifest import Receipt
 from storage.merge import StepMerge
 
-__all__ = ["PendingSaves"]
+__all__ = ["MAX_WHOLE", "PendingSaves"]
 
+MAX_WHOLE = 3  # saves whose Commit waits for the store
 _MAX_SETTLED = 64  # rank 0 has at most two unsettled saves; the tail of settled steps is all that it can still ask for
 
 
@@ -44,16 +45,26 @@ class PendingSaves:
             self._merges.setdefault(step, StepMerge())
         return True
 
-    def add(self, receipt: Receipt) -> StepMerge | None:
-        """Record a Receipt; all Receipts of its step together, when this was the last one missing."""
+    def add(self, receipt: Receipt) -> bool:
+        """Record a Receipt; True when this was the last one missing of its step."""
         step, rank = receipt.step, receipt.shard.rank
         if step in self._settled or receipt.world_size != self._world_size or not 0 <= rank < self._world_size:
-            return None
+            return False
         merge = self._merges.setdefault(step, StepMerge())
         if rank in merge:
-            return None
+            return False
         merge.add(receipt)
-        return merge if len(merge) == self._world_size else None
+        return len(merge) == self._world_size
+
+    def whole(self, step: int) -> StepMerge | None:
+        """All Receipts of ``step`` together; None while one is missing and after the step is settled."""
+        merge = self._merges.get(step)
+        return merge if merge is not None and len(merge) == self._world_size else None
+
+    @property
+    def whole_steps(self) -> tuple[int, ...]:
+        """Steps whose Shards are all stored and whose Commit is not, oldest first."""
+        return tuple(sorted(step for step in self._merges if self.whole(step) is not None))
 
     def overtaken_by(self, receipt: Receipt) -> tuple[int, ...]:
         """Earlier steps that this rank will never deliver: a Keeper ships one rank's Snapshots in step order."""

@@ -51,9 +51,12 @@ class StoreNews:
 
 @dataclass(slots=True, kw_only=True)
 class _Trouble:
+    """``step``: the newest that could not be saved; only a Commit of it, or of a later one, proves the store good."""
+
     since_s: float
     seen_at_s: float
     reason: str
+    step: int = 0
 
 
 class StoreWatch:
@@ -108,13 +111,13 @@ class StoreWatch:
             case SaveDelayed():
                 where = "its Commit" if signal.rank is None else f"rank {signal.rank}"
                 reason = f"save of step {signal.step}, {where}: {signal.reason}"
-                self.failed(StoreUser.SAVES, reason, now_s, failing_for_s=signal.failing_for_s)
+                self._save_failed(signal.step, reason, now_s, signal.failing_for_s)
             case SaveFailed(step=step, reason=reason):
                 self._failed_in_row += 1
                 self._last_failure = f"save of step {step}, {reason}"
                 # A Keeper that has a newer one to try gives the older up without a word of delay.
                 if any(f"{name}: " in reason for name in _STORE_ERRORS):
-                    self.failed(StoreUser.SAVES, self._last_failure, now_s)
+                    self._save_failed(step, self._last_failure, now_s, 0.0)
                 self._num_failed += self.is_away
                 self._bound_at_s.pop(step, None)
             case SaveSkipped(step=step):
@@ -127,7 +130,9 @@ class StoreWatch:
                     self._durable_step = step
                     self._durable_at_s = self._bound_at_s.get(step, now_s)
                 self._bound_at_s = {bound: at_s for bound, at_s in self._bound_at_s.items() if bound > step}
-                self.answered(StoreUser.SAVES, now_s)
+                trouble = self._troubles.get(StoreUser.SAVES)
+                if trouble is not None and step >= trouble.step:
+                    self.answered(StoreUser.SAVES, now_s)
             case _:
                 pass
 
@@ -145,6 +150,13 @@ class StoreWatch:
             self._news.append(
                 StoreNews(event="store_away", fields={"reason": reason, "away_s": now_s - trouble.since_s})
             )
+
+    def _save_failed(self, step: int, reason: str, now_s: float, failing_for_s: float) -> None:
+        if step <= self._durable_step:
+            return  # late word of trouble that is over: a later save is durable
+        self.failed(StoreUser.SAVES, reason, now_s, failing_for_s=failing_for_s)
+        trouble = self._troubles[StoreUser.SAVES]
+        trouble.step = max(trouble.step, step)
 
     def answered(self, user: StoreUser, now_s: float) -> None:
         """What ``user`` needs of the store works, or is needed no more."""

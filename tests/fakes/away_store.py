@@ -13,13 +13,15 @@ __all__ = ["AwayStore"]
 
 
 class AwayStore(MemoryStore):
-    """While ``is_away`` every call on a key that begins with ``prefix`` fails; ``failed_often`` is set by the third."""
+    """While ``is_away`` every call on a key that begins with ``prefix`` fails; ``failed`` is set by
+    the first, ``failed_often`` by the third."""
 
     def __init__(self, name: str = "away", *, prefix: str = "") -> None:
         super().__init__(name)
         self.is_away = False
         self.prefix = prefix
         self.num_failed = 0
+        self.failed = threading.Event()
         self.failed_often = threading.Event()
 
     def put(self, key: str, data: bytes | memoryview, *, deadline_s: float = 60.0) -> None:
@@ -46,6 +48,7 @@ class AwayStore(MemoryStore):
     def _check(self, operation: str, key: str) -> None:
         if self.is_away and key.startswith(self.prefix):
             self.num_failed += 1
+            self.failed.set()
             if self.num_failed >= 3:
                 self.failed_often.set()
             raise StoreUnavailable(operation, key, "connection refused")

@@ -284,3 +284,23 @@ def test_a_coordinator_that_closes_waits_for_no_store() -> None:
     assert [s.step for s in coordinator.drain_signals() if isinstance(s, SaveFailed)] == [10]
     memory.is_away = False
     assert log.commits() == []
+
+
+def test_commits_that_wait_for_the_store_keep_no_newer_snapshot_away_and_only_the_newest_are_kept() -> None:
+    memory = AwayStore(prefix=MANIFESTS)
+    again = threading.Semaphore(0)
+    coordinator, log, store = make(memory=memory, pause=lambda: again.acquire(timeout=WAIT_S))
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    memory.is_away = True
+    for step in (10, 20, 30, 40, 50):
+        for rank in range(2):
+            coordinator.deliver(receipt(store, FIRST, step, rank))
+        if step == 10:
+            assert memory.failed.wait(WAIT_S)
+    assert set(coordinator.exchange(ExchangeRequest(attempt=FIRST)).settled_steps) == {10, 20, 30, 40, 50}
+    memory.is_away = False
+    again.release(2)
+    assert coordinator.wait_settled(None, WAIT_S)
+    assert [commit.step for commit in log.all_commits()] == [10, 40, 50]
+    failed = [(s.step, s.reason.split(":")[0]) for s in coordinator.drain_signals() if isinstance(s, SaveFailed)]
+    assert failed == [(20, "superseded by step 40"), (30, "superseded by step 50")]

@@ -106,6 +106,20 @@ def test_a_save_that_failed_for_the_store_is_a_sign_of_an_outage_and_another_is_
         assert reason in watch.facts(6.0).reason
 
 
+def test_only_a_commit_of_what_could_not_be_saved_or_later_ends_the_outage_and_late_word_begins_no_other() -> None:
+    watch = StoreWatch()
+    reason = "rank 0: superseded by step 50 while the store was away: StoreUnavailable: store: put k failed: 503"
+    watch.note(delayed(20, 1.0), 10.0)
+    watch.note(delayed(30, 2.0), 11.0)
+    watch.note(committed(20), 12.0)
+    assert watch.is_away
+    watch.note(SaveFailed(attempt=ATTEMPT, step=30, reason=reason), 13.0)
+    watch.note(committed(50), 14.0)
+    watch.note(delayed(30, 2.0), 14.5)
+    assert [news.event for news in watch.take_news(15.0)] == ["store_away", "store_back"]
+    assert not watch.is_away
+
+
 def test_failed_saves_count_in_a_row_over_attempts_and_a_commit_ends_the_row() -> None:
     watch = StoreWatch()
     for step in (10, 20):
