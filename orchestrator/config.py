@@ -22,6 +22,10 @@ class RunSettings(_Settings):
     steps: int = Field(ge=1)
     resume: str = Field("auto", description="auto, none, a step number, or the URL of another run")
     allow_partial: bool = Field(False, description="load what fits when model and Checkpoint differ")
+    resume_levels: Literal["all", "L1"] = Field(
+        "all",
+        description="L1: leave the optimizer's moments out, where `raysume doctor` found them damaged in every step",
+    )
 
 
 class WorldConfig(_Settings):

@@ -250,11 +250,12 @@ class Controller:
             # Only now: an Attempt that broke before its first Commit must not go on from elsewhere, or from nothing.
             self._resume = Resume(allow_partial=self._config.run.allow_partial)
         resume = self._resume
-        return self._store.call(
+        plan = self._store.call(
             StoreUser.PLAN,
             lambda: self._coordinator.choose_plan(attempt, resume.step, resume.allow_partial, resume.url),
             outlasts_refusals=self._recorder.num_commits > 0,
         )
+        return resume.narrowed(plan) if isinstance(plan, RestorePlan) else plan
 
     def _announce(self, world: World, cause: str, plan: RestorePlan | None, before: AttemptEnd | None) -> int | Stop:
         """Journal the Attempt and its plan before any rank loads; returns the step it resumes from."""
@@ -270,6 +271,7 @@ class Controller:
             world=[[member.worker_id, member.node_id] for member in world.members],
             restored_step=restored_step,
             restored_from=plan.source.stem if plan is not None else None,
+            restored_levels=plan.levels if plan is not None else None,
             lost_steps=lost_steps,
         )
         if stop is not None:
@@ -280,6 +282,7 @@ class Controller:
             cause=cause,
             restored_step=restored_step,
             restored_from=plan.tier if plan is not None else "none",
+            restored_levels=plan.levels if plan is not None else None,
             fault_s=None,
             detected_s=detected_s,
             lost_steps=lost_steps,

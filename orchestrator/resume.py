@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.config import RunConfig
 from orchestrator.errors import ConfigError
 from storage.commit_log import CommitLog
 from storage.errors import StorageError
-from storage.manifest import Commit
+from storage.manifest import Commit, Level
 from storage.open_store import open_store
+from storage.sources import RestorePlan
 
 __all__ = ["Resume", "parse_resume"]
 
@@ -23,16 +24,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Where a driver starts until it has committed: the newest Commit (both None), a step, or another Run's URL."""
+    """Where a driver starts until it has committed: the newest Commit (both None), a step, or another Run's URL.
+
+    ``levels``: load these alone; see RestorePlan.
+    """
 
     step: int | None = None
     url: str | None = None
     allow_partial: bool = False
+    levels: tuple[Level, ...] | None = None
+
+    def narrowed(self, plan: RestorePlan) -> RestorePlan:
+        """``plan`` for the Levels that were asked for."""
+        if self.levels is None:
+            return plan
+        _log.warning("step %d is resumed with %s alone: run.resume_levels", plan.step, ", ".join(self.levels))
+        return replace(plan, levels=self.levels)
 
 
 def parse_resume(config: RunConfig, log: CommitLog) -> Resume:
     """The wish in ``run.resume``. Raises ConfigError where it cannot be meant, or cannot be looked up."""
     wish, partial = config.run.resume, config.run.allow_partial
+    levels: tuple[Level, ...] | None = ("L1",) if config.run.resume_levels == "L1" else None
+    if levels is not None and not wish.isdigit():
+        # With `auto` each restart would drop the moments again.
+        text = f"run.resume_levels L1 needs run.resume to be the step to go on from, not {wish}"
+        raise ConfigError(config.run.url, (text,))
     if wish == "auto":
         return Resume(allow_partial=partial)
     own = _commits(config, log, config.run.url)
@@ -46,7 +63,7 @@ def parse_resume(config: RunConfig, log: CommitLog) -> Resume:
         return Resume(allow_partial=partial)
     if wish.isdigit():
         _require_step(config, int(wish), own)
-        return Resume(step=int(wish), allow_partial=partial)
+        return Resume(step=int(wish), allow_partial=partial, levels=levels)
     if own:
         _log.warning("run.resume %s is passed over: %s has Checkpoints of its own", wish, config.run.url)
         return Resume(allow_partial=partial)

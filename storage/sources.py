@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from storage.keys import Attempt, StepKey
-from storage.manifest import Tier
+from storage.manifest import Level, Tier
 
 __all__ = ["RestorePlan", "ShardLocation", "ShardSource"]
 
@@ -26,7 +26,11 @@ class ShardLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
-    """What Attempt ``attempt`` loads: the Checkpoint ``source`` under ``root_url``, Shard by Shard."""
+    """What Attempt ``attempt`` loads: the Checkpoint ``source`` under ``root_url``, Shard by Shard.
+
+    ``levels`` None: all of it. Otherwise only tensors of these Levels, which always include L1: a parameter of whose
+    optimizer state another Level is a part begins with a fresh one.
+    """
 
     attempt: Attempt
     source: StepKey
@@ -36,6 +40,7 @@ class RestorePlan:
     manifest_digest: str
     shards: tuple[ShardLocation, ...]
     allow_partial: bool = False
+    levels: tuple[Level, ...] | None = None
 
     @property
     def step(self) -> int:

@@ -5,8 +5,8 @@ Pure: it reads no bytes and sets nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -14,12 +14,12 @@ from pydantic import JsonValue
 
 from storage.dcp_writer import dtype_name
 from storage.errors import ManifestMismatch
-from storage.manifest import Manifest, TensorLayout
+from storage.manifest import Level, Manifest, TensorLayout
 from workers.names import named_parameters, optimizer_names, persistent_buffers
 from workers.snapshot import MODEL, OPTIM, TRACKER
 from workers.state import TrainingState
 
-__all__ = ["Match", "compare", "saved_groups", "section"]
+__all__ = ["Match", "compare", "restricted", "saved_groups", "section"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,23 @@ class Match:
         """Raise ManifestMismatch unless everything fits."""
         if not self.is_exact:
             raise ManifestMismatch(step, self.missing, self.unexpected, self.reshaped)
+
+
+def restricted(match: Match, manifest: Manifest, levels: Collection[Level]) -> tuple[Match, tuple[str, ...]]:
+    """``match`` without what is not of ``levels``, and the names of the parameters that get a fresh optimizer state.
+
+    State goes as a whole: moments at zero beside a step counter that is not would make the first updates too large.
+    """
+    fresh = tuple(
+        name
+        for name, entries in match.optimizer.items()
+        if any(layout.level not in levels for layout in entries.values())
+    )
+    lost = [name for name in match.model if manifest.tensors[name].level not in levels]
+    if lost:
+        raise ManifestMismatch(manifest.step, missing=tuple(f"{name} (not of {sorted(levels)})" for name in lost))
+    optimizer = {name: entries for name, entries in match.optimizer.items() if name not in fresh}
+    return replace(match, optimizer=optimizer), fresh
 
 
 def section(manifest: Manifest, name: str) -> dict[str, JsonValue]:

@@ -19,7 +19,7 @@ from storage.dcp_reader import ManifestReader
 from storage.dcp_writer import named_dtype
 from storage.disk_source import NearestSource
 from storage.errors import ManifestMismatch
-from storage.manifest import Manifest, TensorLayout, Tier
+from storage.manifest import Level, Manifest, TensorLayout, Tier
 from storage.object_source import ObjectStoreSource
 from storage.object_store import ObjectStore
 from storage.restore import read_manifest
@@ -27,7 +27,7 @@ from storage.sources import RestorePlan
 from workers.models import assert_all_filled
 from workers.names import named_parameters, optimizer_names
 from workers.plain_state import from_plain, tensor_names, to_plain
-from workers.restore_match import Match, compare, saved_groups, section
+from workers.restore_match import Match, compare, restricted, saved_groups, section
 from workers.rng import restore_rng, rng_prefix, seed_rng
 from workers.snapshot import OPTIM, TRACKER
 from workers.state import Progress, TrainingState
@@ -79,14 +79,17 @@ def restore(
         match.require_exact(plan.step)
         _require_same_groups(state, manifest, plan.step)
     _require_same_progress(manifest)
+    lines = [*_partial_lines(match)]
+    if plan.levels is not None:
+        match, fresh = restricted(match, manifest, plan.levels)
+        lines.append(_fresh_line(fresh, plan, rank))
     far = ObjectStoreSource(store, deadline_s=deadline_s)
     with NearestSource(far, local_directory, manifest.shards) as source:
         loader = _Loader(ManifestReader(manifest, plan.shards, source), manifest)
-        lines = [*_partial_lines(match)]
         loader.load(match.model)
         lines.append(_restore_optimizer(state, manifest, match, loader))
         _restore_scheduler(state, manifest)
-        _restore_trackers(state, manifest, loader)
+        lines += _restore_trackers(state, manifest, loader, plan.levels)
         _restore_progress(state.progress, manifest)
         reseeded = _restore_rng(manifest, loader, rank=rank, seed=seed, lines=lines)
     assert_all_filled(state.model)
@@ -203,20 +206,39 @@ def _restore_scheduler(state: TrainingState, manifest: Manifest) -> None:
     state.scheduler.load_state_dict(from_plain(manifest.shared_state["scheduler"], {}))
 
 
-def _restore_trackers(state: TrainingState, manifest: Manifest, loader: _Loader) -> None:
+def _fresh_line(fresh: tuple[str, ...], plan: RestorePlan, rank: int) -> str:
+    """Say loudly, once, that this is no full resume."""
+    line = (
+        f"resume with {', '.join(plan.levels or ())} ALONE: the optimizer state of {len(fresh)} parameters starts at "
+        f"zero at step {plan.step}; expect a bump in the loss"
+    )
+    if rank == 0:
+        logger.warning("%s", line)
+    return line
+
+
+def _restore_trackers(
+    state: TrainingState, manifest: Manifest, loader: _Loader, levels: tuple[Level, ...] | None
+) -> list[str]:
+    """Fill the trackers; returns a line for each that stays fresh because part of it is of another Level."""
     saved = section(manifest, "trackers")
+    lines: list[str] = []
     for name, tracker in state.trackers.items():
         if name not in saved:
             continue
         here: dict[str, torch.Tensor] = {}
         to_plain(tracker.state_dict(), f"{TRACKER}{name}", here)
         values: dict[str, torch.Tensor] = {}
+        if levels is not None and any(loader.layouts[one].level not in levels for one in tensor_names(saved[name])):
+            lines.append(f"tracker {name} stays fresh: not all of it is of {', '.join(levels)}")
+            continue
         for tensor_name in tensor_names(saved[name]):
             like = here.get(tensor_name)
             fits = like is not None and tuple(like.shape) == loader.layouts[tensor_name].shape
             values[tensor_name] = torch.zeros_like(like) if like is not None and fits else loader.empty(tensor_name)
         loader.load(values)
         tracker.load_state_dict(from_plain(saved[name], values))
+    return lines
 
 
 def _require_same_progress(manifest: Manifest) -> None:

@@ -1,112 +1,100 @@
-"""Levels on the whole way from a training state to a resumed one; real: FSDP2 on gloo, staging, Shards, Manifest."""
+"""An L1-only resume where every moment is damaged. Real: FSDP2 on gloo, the codec, the commit log, the reader."""
 
 from __future__ import annotations
 
 import logging
-import os
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from storage.config import CheckpointConfig
-from storage.direct import DirectKeeper
-from storage.levels import LevelTable
-from storage.manifest import Manifest
+from storage.commit_log import CommitLog
+from storage.errors import CorruptCheckpoint
+from storage.frames import read_index
 from storage.memory_store import MemoryStore
+from storage.salvage import whole_levels
 from storage.sources import RestorePlan
-from tests.fakes.recording_sink import RecordingSink
-from tests.fakes.small_training import ATTEMPT, RUN_ID, build_state, commit, newest_plan, train_step
-from workers.resume import read_manifest, restore
-from workers.snapshot import capture
-from workers.staging import Stager
+from tests.fakes.small_training import RUN_ID, build_state, newest_plan, save_alone, train_step
+from workers.names import named_parameters
+from workers.resume import restore
 from workers.state import TrainingState
 
 
-def save(state: TrainingState, store: MemoryStore, config: CheckpointConfig) -> tuple[RestorePlan, Manifest]:
-    sink = RecordingSink()
-    with DirectKeeper(store, sink, config) as keeper:
-        stager = Stager(keeper, RUN_ID, os.getpid(), LevelTable.of(config))
-        captured = capture(state, rank=0, world_size=1)
-        stager.stage(captured, attempt=ATTEMPT, step=state.progress.step, rank=0, world_size=1, wait_s=5.0)
-        stager.close()
-    commit(store, sink.receipts)
-    plan = newest_plan(store)
-    return plan, read_manifest(plan, store)
+def damage_the_moments(store: MemoryStore) -> None:
+    """One bit in every frame that is not L1."""
+    log = CommitLog(store, RUN_ID)
+    (commit,) = log.commits()
+    for record in log.read_manifest(commit).shards:
+        content = bytearray(store.get(record.key))
+        whole = bytes(content)
+        index = read_index(lambda offset, length, of=whole: of[offset : offset + length], record, step=commit.step)
+        for chunk in index.chunks:
+            for frame in chunk.frames:
+                if chunk.level != "L1":
+                    content[frame.offset + frame.stored_bytes // 2] ^= 1
+        store.put(record.key, bytes(content))
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def changed(state: TrainingState, other: TrainingState) -> set[str]:
-    """Entries, by the last part of their name, that are not equal bit for bit."""
-    before, after = capture(state, rank=0, world_size=1, rng=False), capture(other, rank=0, world_size=1, rng=False)
-    return {
-        name.rpartition(".")[2] if name.startswith("optim.") else name
-        for name, tensor in before.tensors.items()
-        if name not in after.tensors or not torch.equal(local(tensor), local(after.tensors[name]))
-    }
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "workers.resume"]
-
-
-def trained(mesh: DeviceMesh) -> TrainingState:
+@pytest.fixture
+def damaged(mesh: DeviceMesh) -> tuple[TrainingState, MemoryStore, RestorePlan]:
+    store = MemoryStore()
     state = build_state(mesh)
     for _ in range(3):
         train_step(state)
-    return state
+    plan = save_alone(state, store)
+    damage_the_moments(store)
+    return state, store, plan
 
 
-def test_a_bounded_resume_is_labelled_and_changes_the_moments_alone(
-    mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+def weights(state: TrainingState) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in named_parameters(state.model)}
+
+
+def test_a_full_resume_refuses_and_an_l1_only_one_takes_all_but_the_moments(
+    mesh: DeviceMesh,
+    damaged: tuple[TrainingState, MemoryStore, RestorePlan],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store, state = MemoryStore(), trained(mesh)
-    plan, manifest = save(state, store, CheckpointConfig(fidelity="bounded", moment_bound=5e-3))
-    bounds = {name: layout.bound for name, layout in manifest.tensors.items() if layout.bound is not None}
-    assert {name.rpartition(".")[2] for name in bounds} == {"exp_avg", "exp_avg_sq"}
-    assert set(bounds.values()) == {5e-3}
-    resumed = build_state(mesh, seed=9, init_weights=False)
-    with caplog.at_level(logging.WARNING, "workers.resume"):
-        report = restore(resumed, plan, store, rank=0, world_size=1)
-    assert report.bound == 5e-3
-    (warning,) = said(caplog)
-    assert "fidelity: bounded" in warning
-    assert "within 0.005" in warning
-    assert changed(state, resumed) == {"exp_avg", "exp_avg_sq"}
+    state, store, plan = damaged
+    log = CommitLog(store, RUN_ID)
+    assert whole_levels(store, log.read_manifest(log.commits()[0])) == {"L1"}
+    with pytest.raises(CorruptCheckpoint):
+        restore(build_state(mesh, seed=99, init_weights=False), plan, store, rank=0, world_size=1)
+    resumed = build_state(mesh, seed=99, init_weights=False)
+    with caplog.at_level(logging.WARNING):
+        report = restore(resumed, replace(plan, levels=("L1",)), store, rank=0, world_size=1)
+    assert "L1 ALONE" in caplog.text
+    assert any("L1 ALONE" in line for line in report.lines)
+    for name, value in weights(state).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+    assert resumed.progress == state.progress
+    assert resumed.scheduler.state_dict() == state.scheduler.state_dict()
+    assert dict(resumed.optimizer.state) == {}
 
 
-def test_a_lossless_resume_says_nothing_of_rounding(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    store, state = MemoryStore(), trained(mesh)
-    plan, manifest = save(state, store, CheckpointConfig())
-    resumed = build_state(mesh, seed=9, init_weights=False)
-    with caplog.at_level(logging.WARNING, "workers.resume"):
-        report = restore(resumed, plan, store, rank=0, world_size=1)
-    assert (report.bound, manifest.lossless_fallbacks, said(caplog)) == (None, 0, [])
-    assert changed(state, resumed) == set()
+def test_the_first_update_after_it_is_no_larger_than_that_of_a_new_optimizer(
+    mesh: DeviceMesh, damaged: tuple[TrainingState, MemoryStore, RestorePlan]
+) -> None:
+    """Zero moments beside an old step counter would make it three times as large."""
+    _, store, plan = damaged
+    resumed = build_state(mesh, seed=99, init_weights=False)
+    restore(resumed, replace(plan, levels=("L1",)), store, rank=0, world_size=1)
+    lr, before = resumed.optimizer.param_groups[0]["lr"], weights(resumed)
+    train_step(resumed)
+    largest = max(float((weights(resumed)[name] - value).abs().max()) for name, value in before.items())
+    assert lr * 0.5 < largest <= lr * 1.001
 
 
-def test_moments_that_keep_no_bound_are_exact_and_counted_up_to_the_manifest(mesh: DeviceMesh) -> None:
-    store, state = MemoryStore(), trained(mesh)
-    plan, manifest = save(state, store, CheckpointConfig(fidelity="bounded", moment_bound=1e-9))
-    assert manifest.lossless_fallbacks == 2 * len(state.optimizer.state)
-    resumed = build_state(mesh, seed=9, init_weights=False)
-    assert restore(resumed, plan, store, rank=0, world_size=1).bound is None
-    assert changed(state, resumed) == set()
-
-
-def test_what_a_rule_omits_is_not_staged_and_a_resume_does_without(mesh: DeviceMesh) -> None:
-    store, state = MemoryStore(), trained(mesh)
-    for parameter, entries in state.optimizer.state.items():
-        entries["trace"] = torch.ones_like(parameter)
-    rule = {"pattern": "optim.*.trace", "fidelity": "omit"}
-    plan, manifest = save(state, store, CheckpointConfig.model_validate({"levels": [rule]}))
-    assert manifest.tensors
-    assert not [name for name in manifest.tensors if name.endswith(".trace")]
-    resumed = build_state(mesh, seed=9, init_weights=False)
-    restore(resumed, plan, store, rank=0, world_size=1)
-    assert changed(state, resumed) == {"trace"}
-    assert [train_step(state) for _ in range(3)] == [train_step(resumed) for _ in range(3)]
+def test_the_next_save_is_a_full_one_again(
+    mesh: DeviceMesh, damaged: tuple[TrainingState, MemoryStore, RestorePlan]
+) -> None:
+    _, store, plan = damaged
+    resumed = build_state(mesh, seed=99, init_weights=False)
+    restore(resumed, replace(plan, levels=("L1",)), store, rank=0, world_size=1)
+    train_step(resumed)
+    fresh = MemoryStore()
+    again = build_state(mesh, seed=7, init_weights=False)
+    restore(again, save_alone(resumed, fresh), fresh, rank=0, world_size=1)
+    assert [train_step(resumed) for _ in range(3)] == [train_step(again) for _ in range(3)]
+    assert newest_plan(fresh).levels is None
