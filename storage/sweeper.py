@@ -95,10 +95,10 @@ def sweep_orphans(
 
 
 def sweep_uploads(store: ObjectStore, *, older_than_s: float) -> None:
-    """Abort multipart uploads of Shards that nobody will finish: begun longer ago than any upload may take."""
+    """Remove what puts of any object of the Run that nobody will finish left: begun longer ago than one may take."""
     abort = getattr(store, "abort_uploads", None)
     if abort is not None:
-        abort(SHARDS, older_than_s=older_than_s)
+        abort("", older_than_s=older_than_s)
 
 
 def _is_over(key: StepKey, live_attempt: Attempt, newest_step: int) -> bool:

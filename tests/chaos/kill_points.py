@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import storage.s3_store
+import storage.s3_multipart
 from storage.commit_log import CommitLog
 from storage.config import CheckpointConfig
 from storage.direct import DirectKeeper
@@ -29,6 +29,7 @@ from storage.keys import Attempt, StepKey
 from storage.local_store import LocalStore
 from storage.object_store import ObjectStore
 from storage.restore import plan_restore
+from storage.s3_store import S3Store
 from tests.fakes.os_tap import Call, tapped
 from tests.fakes.recording_sink import RecordingSink
 from tests.fakes.saving import RUN, committer_for, save_all_ranks
@@ -70,8 +71,8 @@ def attempt_of(number: int) -> Attempt:
 def open_url(url: str) -> ObjectStore:
     """The store without retries: a life ends at its first trouble. On S3 with parts of a few KiB."""
     if url.startswith("s3://"):
-        storage.s3_store.part_bytes = lambda size: max(PART_BYTES, -(-size // 100))
-        return storage.s3_store.S3Store(url, multipart_bytes=PART_BYTES)
+        storage.s3_multipart.part_bytes = lambda size: max(PART_BYTES, -(-size // 100))
+        return S3Store(url, multipart_bytes=PART_BYTES)
     return LocalStore(url)
 
 
@@ -160,6 +161,7 @@ def _save_and_retain(life: Life, store: ObjectStore) -> None:
     plan = plan_restore(CommitLog(store, RUN), attempt=attempt)
     base_step = plan.step if plan else 0
     committer = committer_for(store, orphan_grace_s=0.0 if life.sweep_orphans else 3600.0)
+    committer.sweep_dead(attempt)
     config = CheckpointConfig(encoding="raw" if life.number % 2 else "shuffle-zstd")
     keeper: Keeper | DirectKeeper
     if life.use_keeper:

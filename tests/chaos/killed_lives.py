@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -46,6 +47,7 @@ class Nursery:
 
     def __init__(self, directory: Path, env: dict[str, str]) -> None:
         self._log = directory / "nursery.log"
+        self._heard = b""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.chaos.kill_points"],
@@ -82,18 +84,19 @@ class Nursery:
 
     def _line(self, life: Life, until: float) -> dict[str, Any]:
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
-        line = self._process.stdout.readline() if readable else b""
-        if not line:
-            raise AssertionError(f"no word of {life} within {LIFE_S} s; errors:\n{self._errors()}")
+        while b"\n" not in self._heard:
+            readable, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
+            got = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
+            if not got:
+                raise AssertionError(f"no word of {life} within {LIFE_S} s; errors:\n{self.errors()}")
+            self._heard += got
+        line, _, self._heard = self._heard.partition(b"\n")
         words: dict[str, Any] = json.loads(line)
         return words
 
-    def _errors(self) -> str:
-        return self._log.read_text(errors="replace")[-4000:]
-
     def errors(self) -> str:
-        return self._errors()
+        """The end of what was logged."""
+        return self._log.read_text(errors="replace")[-4000:]
 
 
 class Witness:

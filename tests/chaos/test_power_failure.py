@@ -59,6 +59,7 @@ def record_of_work(top: Path, *, honours_sync: bool = True) -> DiskRecord:
 def _work(record: DiskRecord, *, attempt: int, first: int, last: int) -> None:
     store, sink = LocalStore(record.top / ROOT), RecordingSink()
     committer = committer_for(store, orphan_grace_s=0.0)
+    committer.sweep_dead(attempt_of(attempt))
     with DirectKeeper(store, sink, CheckpointConfig()) as keeper:
         for step in range(first, last + 1):
             world = {"attempt": attempt_of(attempt), "base_step": first - 1, "world_size": WORLD}

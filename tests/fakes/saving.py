@@ -35,10 +35,11 @@ def values(step: int, rank: int) -> dict[str, NDArray[np.float32]]:
 
 
 def committer_for(store: ObjectStore, *, orphan_grace_s: float) -> Committer:
+    """The real one. What was left behind ``orphan_grace_s`` ago is swept."""
     return Committer(
         run_id=RUN,
         store=store,
-        config=CheckpointConfig(keep=KEEP, orphan_grace_s=orphan_grace_s),
+        config=CheckpointConfig(keep=KEEP, orphan_grace_s=orphan_grace_s, max_outage_s=orphan_grace_s or 1e-3),
         metadata={},
         now_utc=lambda: "2026-01-01T00:00:00.000Z",
         monotonic=time.monotonic,

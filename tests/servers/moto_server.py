@@ -24,6 +24,7 @@ class MotoServer(ServerProcess):
 
     access_key = "testing"
     secret_key = "testing"
+    script = _SCRIPT
 
     def __init__(self, directory: Path) -> None:
         super().__init__("moto", [sys.executable, "-P", "-c", _SCRIPT], directory)
