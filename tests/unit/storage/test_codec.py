@@ -84,6 +84,15 @@ def test_a_plane_of_one_changing_bit_takes_one_bit_a_number() -> None:
     assert len(encode(signs.tobytes(), 4, "planes-zstd", 1)) < (1 << 13) + 64
 
 
+@pytest.mark.parametrize("itemsize", sorted(WIDTHS))
+def test_a_single_changing_bit_comes_back_wherever_it_is(itemsize: int) -> None:
+    rng = np.random.default_rng(0)
+    for bit in range(8 * itemsize):
+        words: Any = rng.integers(0, 2, 300).astype(WIDTHS[itemsize]) << WIDTHS[itemsize](bit)
+        raw = words.tobytes()
+        assert bytes(decode(encode(raw, itemsize, "planes-zstd", 1), len(raw), itemsize, "planes-zstd")) == raw
+
+
 @given(position=st.integers(0, 1 << 20), value=st.integers(0, 255), cut=st.integers(0, 40))
 def test_planes_that_lie_about_themselves_never_decode_to_another_size(position: int, value: int, cut: int) -> None:
     raw = np.random.default_rng(0).normal(0, 1, 600).astype(np.float32).tobytes()
