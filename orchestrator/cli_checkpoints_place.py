@@ -175,12 +175,16 @@ def may_go_on(plan: Sequence[str], *, yes: bool, dry_run: bool, quiet: bool = Fa
         return False
     if yes:
         return True
-    if quiet or not sys.stdin.isatty():
+    if quiet or not _is_interactive():
         fail(CheckpointsCode.USAGE, "this changes the run: add --yes to do it, or --dry-run to see what it would do")
     if not typer.confirm("go on?"):
         typer.echo("nothing was changed")
         return False
     return True
+
+
+def _is_interactive() -> bool:
+    return sys.stdin.isatty()
 
 
 def refuse_beside_a_driver(store: ObjectStore, *, force: bool, watch_s: float = 15.0) -> None:

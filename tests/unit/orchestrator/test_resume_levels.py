@@ -45,5 +45,5 @@ def test_without_the_wish_the_plan_stays_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wish", ["auto", "none", "s3://bucket/other"])
 def test_without_a_step_it_is_refused_since_each_restart_would_drop_the_moments(tmp_path: Path, wish: str) -> None:
-    with pytest.raises(ConfigError, match="needs run.resume to be the step"):
+    with pytest.raises(ConfigError, match="to be the step to go on from"):
         parse(tmp_path, f"run.resume={wish}", "run.resume_levels=L1")
