@@ -266,6 +266,34 @@ def test_when_the_quota_is_full_uploaded_shards_go_and_waiting_ones_give_way_to_
     assert {failure[1] for failure in sink.failures} == {4, 5, 6, 7}
 
 
+def test_on_a_full_disk_the_oldest_that_waits_gives_way_to_the_newest(bench: KeeperBench) -> None:
+    store, sink = GatedStore(), RecordingSink()
+    keeper = bench.keeper(store, sink, bench.with_quota(3 * STATE_BYTES + (STATE_BYTES >> 1)))
+    for step in (1, 2, 3, 4):
+        save_waiting(keeper, state(step), step=step)
+    sink.wait_for_calls(1)
+    ((_, step, _, reason),) = sink.failures
+    assert step == 2  # step 1 is on its way
+    assert reason.startswith("superseded by step 4: ")
+    assert "bytes are needed" in reason
+    store.open_gate()
+    assert keeper.flush(WAIT_S)
+    assert [receipt.step for receipt in sink.receipts] == [1, 3, 4]
+    assert keeper.status().superseded == 1
+
+
+def test_a_newer_snapshot_does_not_wait_for_the_next_try_of_the_older(bench: KeeperBench) -> None:
+    store, sink = FlakyStore(is_away=True), RecordingSink()
+    keeper = bench.keeper(store, sink, retry_s=(1000.0, 1000.0))
+    save(keeper, state(1), attempt=FIRST, step=10)
+    sink.wait_for_delays(1)
+    store.come_back()
+    save(keeper, state(2), attempt=FIRST, step=20)
+    assert keeper.flush(WAIT_S)
+    assert [receipt.step for receipt in sink.receipts] == [20]
+    assert [failure[1] for failure in sink.failures] == [10]
+
+
 def test_a_disk_without_room_is_said_once_and_saves_go_through_memory(
     bench: KeeperBench, caplog: pytest.LogCaptureFixture
 ) -> None:
