@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from storage.codec import digest128
+from storage.commit_bytes import commit_from_bytes, commit_to_bytes
 from storage.errors import (
     CommitRefused,
     CorruptCheckpoint,
@@ -53,6 +54,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", Commit, Manifest)
 
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_RECORD_BYTES = 64 << 10  # a Commit or quarantine record; a real one has under 2 KiB
@@ -170,7 +173,7 @@ class CommitLog:
                 return twin
         self._named.add(commit.manifest_key)
         try:
-            self.store.create(commit.object_key, commit.model_dump_json().encode())
+            self.store.create(commit.object_key, commit_to_bytes(commit))
         except ObjectExists as error:
             return self._unless_changed(commit, error)
         self._take_back_if_void(commit)
@@ -178,10 +181,10 @@ class CommitLog:
 
     def _unless_changed(self, commit: Commit, cause: Exception) -> Commit:
         try:
-            stored = Commit.model_validate_json(self.store.get(commit.object_key))
-        except ValidationError:
+            stored = commit_from_bytes(self.store.get(commit.object_key))
+        except ValueError:
             stored = None
-        if stored is None or stored.model_copy(update={"time_utc": commit.time_utc}) != commit:
+        if stored is None or not _says_the_same(stored, commit):
             raise CommitRefused(f"{commit.object_key} exists already with other content; it stays") from cause
         return stored
 
@@ -211,7 +214,7 @@ class CommitLog:
     def _equal_twin(self, key: str, commit: Commit) -> Commit | None:
         """Another writer's Commit at ``key`` if it names the same Shards; None when it cannot be read."""
         try:
-            twin = Commit.model_validate_json(self.store.get(key))
+            twin = commit_from_bytes(self.store.get(key))
             theirs, ours = self.read_manifest(twin).shards, self.read_manifest(commit).shards
         except (ObjectMissing, ValueError, CorruptCheckpoint) as error:
             logger.warning("%s is of another process and cannot be read: %s", key, error)
@@ -258,7 +261,7 @@ class CommitLog:
 
     def _unchanged(self, key: str, manifest: Manifest) -> bytes:
         content = self.store.get(key)
-        if Manifest.model_validate_json(content).model_copy(update={"time_utc": manifest.time_utc}) != manifest:
+        if not _says_the_same(Manifest.model_validate_json(content), manifest):
             raise CommitRefused(f"step {manifest.step}: a Commit may name {key}, which has other content; it stays")
         return content
 
@@ -330,7 +333,7 @@ class CommitLog:
             return known
         if entry.size > MAX_RECORD_BYTES:
             raise ValueError(f"{entry.key} has {entry.size} bytes, at most {MAX_RECORD_BYTES} are read")
-        commit = Commit.model_validate_json(self.store.get(entry.key))
+        commit = commit_from_bytes(self.store.get(entry.key))
         if commit.step_key != record.step_key or self.run_id not in (None, commit.run_id):
             raise ValueError(f"{entry.key} holds the Commit of {commit.step_key.stem} of run {commit.run_id}")
         if commit.manifest_key != manifest_key(record.step_key, record.writer):
@@ -361,6 +364,11 @@ class CommitLog:
         if new:
             self._warned.update(new)
             logger.warning("%s: ignored, not a valid record of this run: %s", self.store.url, ", ".join(new))
+
+
+def _says_the_same(stored: T, ours: T) -> bool:
+    """Whether both say the same, whenever that was. As text: a loss that is no number does not equal itself."""
+    return stored.model_copy(update={"time_utc": ours.time_utc}).model_dump_json() == ours.model_dump_json()
 
 
 def _is_of(key: str, folder: str, step_key: StepKey) -> bool:

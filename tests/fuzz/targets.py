@@ -73,7 +73,9 @@ def records(data: bytes) -> None:
     with suppress(ValidationError):
         record = model.model_validate_json(data[1:])
         again = model.model_validate_json(record.model_dump_json())
-        assert repr(again) == repr(record)
+        assert again.model_dump_json() == record.model_dump_json()
+        # Of the other records only numbers that are none may change: they become null.
+        assert model not in (Manifest, Receipt) or repr(again) == repr(record)
 
 
 def codec(data: bytes) -> None:

@@ -9,6 +9,7 @@ import pytest
 from storage.commit_log import MAX_MANIFEST_BYTES, MAX_RECORD_BYTES, CommitLog, effective_history
 from storage.errors import CommitRefused, CorruptCheckpoint, StoreUnavailable
 from storage.keys import StepKey, commit_key, manifest_key
+from storage.manifest import Manifest
 from storage.memory_store import MemoryStore
 from storage.object_store import ObjectEntry
 from storage.sweeper import sweep
@@ -155,6 +156,20 @@ def test_a_committed_manifest_is_never_overwritten(store: LaxStore) -> None:
     with pytest.raises(CommitRefused, match="a Commit may name manifests/"):
         log.write_manifest(prepare(10, rows_per_rank=4).manifest())
     assert store.get(commit.manifest_key) == content
+
+
+def test_a_commit_sent_twice_is_the_same_also_when_its_loss_is_no_number() -> None:
+    store = MemoryStore()
+    log, parts = writing(store), written(store, 10)
+    commit = commit_parts(log, parts).model_copy(update={"loss": float("nan")})
+    store.delete([commit.object_key])
+    state = parts.manifest().model_copy(update={"shared_state": {"loss": float("nan"), "best": float("inf")}})
+    stored = writing(MemoryStore()).write_manifest(state)
+    log.append(commit)
+    assert log.append(commit.model_copy(update={"time_utc": "later"})).time_utc == TIME
+    other = writing(store, SECOND)
+    assert other.write_manifest(state).digest == stored.digest
+    assert repr(Manifest.model_validate_json(store.get(manifest_key(commit.step_key, SECOND)))) == repr(state)
 
 
 def test_a_manifest_left_by_a_save_that_failed_before_its_commit_is_replaced() -> None:
