@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.codec import CodecError, Encoding, decode, digest64, digest128, encode
@@ -17,6 +17,7 @@ ENCODINGS: tuple[Encoding, ...] = ("raw", "zstd", "shuffle-zstd", "planes-zstd")
 WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
+@settings(deadline=None)
 @given(
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
     elements=st.integers(0, 300),
@@ -32,6 +33,7 @@ def test_decoding_gives_the_bytes_that_were_encoded(
     assert bytes(decode(stored, len(raw), itemsize, encoding)) == raw
 
 
+@settings(deadline=None)
 @given(
     itemsize=st.sampled_from(sorted(WIDTHS)),
     elements=st.integers(60, 3000),
@@ -93,6 +95,7 @@ def test_a_single_changing_bit_comes_back_wherever_it_is(itemsize: int) -> None:
         assert bytes(decode(encode(raw, itemsize, "planes-zstd", 1), len(raw), itemsize, "planes-zstd")) == raw
 
 
+@settings(deadline=None)
 @given(position=st.integers(0, 1 << 20), value=st.integers(0, 255), cut=st.integers(0, 40))
 def test_planes_that_lie_about_themselves_never_decode_to_another_size(position: int, value: int, cut: int) -> None:
     raw = np.random.default_rng(0).normal(0, 1, 600).astype(np.float32).tobytes()

@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.config import CheckpointConfig
@@ -62,6 +62,7 @@ class Object:
         return read_rows(chunk, start, stop, self.fetch, step=7, key=KEY, rank=2)
 
 
+@settings(deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=4),
     dtype=st.sampled_from(["float32", "bfloat16", "int64", "bool", "complex128"]),
@@ -129,6 +130,7 @@ def test_an_unknown_dtype_is_refused_by_name() -> None:
         itemsize_of("float12")
 
 
+@settings(deadline=None)
 @given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
 def test_one_flipped_bit_anywhere_is_found_and_named(position: int, bit: int) -> None:
     raw = np.random.default_rng(0).bytes(1 << 12)

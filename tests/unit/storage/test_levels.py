@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -90,6 +90,7 @@ def test_rules_that_contradict_themselves_or_break_the_next_step_are_refused(rul
         table("lossless", rule)
 
 
+@settings(deadline=None)
 @given(
     pattern=st.text(alphabet="optim.*?[]sep_xa", max_size=24),
     lowering=st.sampled_from([{"fidelity": "bounded"}, {"fidelity": "omit"}, {"level": "L2"}, {"level": "L4"}]),
