@@ -6,6 +6,7 @@ inside a buffer is storage.snapshot_format's concern, a worker's mapping storage
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -172,7 +173,7 @@ class Arena:
                 return
             self._is_closed = True
             self._buffers.clear()
-            shutil.rmtree(self.directory, ignore_errors=True)
+            _remove(self.directory)
         if self.directory.exists():
             logger.warning("run %s: arena %s could not be removed", self._run_id, self.directory)
 
@@ -182,7 +183,7 @@ class Arena:
             words = _read_words(other / _PID_FILE)
             is_ours_to_judge = len(words) == 3 and words[2] == _pid_namespace()
             if is_ours_to_judge and other != self.directory and str(self._incarnation(int(words[0]))) != words[1]:
-                shutil.rmtree(other, ignore_errors=True)
+                _remove(other)
         if self.directory.is_symlink() or (self.directory.exists() and self.directory.stat().st_uid != os.geteuid()):
             raise StorageError(f"arena {self.directory} belongs to somebody else; remove it or use another run name")
         if self.directory.exists():
@@ -190,7 +191,7 @@ class Arena:
             if len(words) == 3 and str(self._incarnation(int(words[0]))) == words[1]:
                 raise StorageError(f"arena {self.directory} belongs to the living Keeper with pid {words[0]}")
             logger.info("run %s: removing the arena %s of a Keeper that is gone", self._run_id, self.directory)
-            shutil.rmtree(self.directory)
+            _remove(self.directory)
         self.directory.mkdir(mode=0o700, parents=True)
         (self.directory / _PID_FILE).write_text(f"{os.getpid()} {self._incarnation(os.getpid())} {_pid_namespace()}")
 
@@ -290,6 +291,15 @@ class Arena:
         if buffer in self._buffers:
             self._buffers.remove(buffer)
         buffer.path.unlink(missing_ok=True)
+
+
+def _remove(directory: Path) -> None:
+    """Remove an arena, its pid file last: a removal cut short in between is taken up by the next Keeper."""
+    with contextlib.suppress(OSError):  # what cannot be removed, the caller sees or another Keeper removes
+        for path in directory.iterdir():
+            if path.name != _PID_FILE:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _read_words(path: Path) -> list[str]:
