@@ -87,13 +87,7 @@ def _diagnose(url: str, deep: bool, newest: int | None, watch_s: float, *, quiet
 
 
 def _store_facts(url: str) -> dict[str, Any]:
-    import importlib
-    from dataclasses import asdict
-
     from storage.open_store import open_store
+    from storage.store_facts import learn_store
 
-    try:
-        learn_store = importlib.import_module("storage.store_facts").learn_store
-    except ImportError:
-        fail(CheckpointsCode.REFUSED, "--probe-store is not available in this version")
-    return asdict(learn_store(open_store(url)))
+    return learn_store(open_store(url)).as_json()
