@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,9 @@ from orchestrator.exit_codes import ExitCode
 from orchestrator.local_cluster import LocalCluster, LocalNode, descendants, is_running
 from orchestrator.progress import ProgressView, open_progress
 from storage.arena import arena_directory
+from storage.config import LocalDiskConfig
 from storage.events import EventLog
+from storage.spool import remove_spool, spool_directory
 
 __all__ = ["Supervisor", "SupervisorPlan", "supervise"]
 
@@ -117,7 +119,8 @@ def supervise(plan: SupervisorPlan) -> int:
         finally:
             view.close()
             cluster.close()
-            _remove_arenas(plan.run_id, cluster.started_node_ids)
+            for node_id in cluster.started_node_ids:
+                _remove_leftovers(plan.config.checkpoint.local_disk, plan.run_id, node_id)
 
 
 class Supervisor:
@@ -258,8 +261,8 @@ class Supervisor:
         at_s = time.time()
         node = self._cluster.kill_node(number)
         self._record(action, verb, at_s, node_id=node.node_id, pid=node.raylet_pid, detail=f"node {number}")
-        # A lost machine takes its memory along: nobody may recover from what it leaves on this one.
-        shutil.rmtree(arena_directory(self._plan.run_id, node.node_id), ignore_errors=True)
+        # A lost machine takes its memory and disk along: nobody may recover from what it leaves on this one.
+        _remove_leftovers(self._plan.config.checkpoint.local_disk, self._plan.run_id, node.node_id)
         self._cluster.bury(node)
 
     def _signal_worker(self, action: ChaosAction) -> None:
@@ -325,13 +328,13 @@ class Supervisor:
             log.close()
 
 
-def _remove_arenas(run_id: str, node_ids: Iterable[str]) -> None:
-    """Whatever killed processes of this cluster left in shared memory.
+def _remove_leftovers(local_disk: LocalDiskConfig, run_id: str, node_id: str) -> None:
+    """Whatever killed processes of one node of this cluster left in shared memory and on the local disk.
 
     Only by node: the same Run may be alive on another cluster of this machine, which refused this driver.
     """
-    for node_id in node_ids:
-        shutil.rmtree(arena_directory(run_id, node_id), ignore_errors=True)
+    shutil.rmtree(arena_directory(run_id, node_id), ignore_errors=True)
+    remove_spool(spool_directory(local_disk, run_id, node_id))
 
 
 @contextmanager

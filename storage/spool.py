@@ -28,7 +28,16 @@ from storage.errors import StorageError
 from storage.keys import SHARDS, parse_shard_key
 from storage.manifest import Receipt
 
-__all__ = ["Spool", "SpoolBusy", "SpoolEntry", "drop_copy", "open_spool", "spool_directory", "spool_file"]
+__all__ = [
+    "Spool",
+    "SpoolBusy",
+    "SpoolEntry",
+    "drop_copy",
+    "open_spool",
+    "remove_spool",
+    "spool_directory",
+    "spool_file",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +103,19 @@ def drop_copy(directory: Path, key: str) -> None:
     path = spool_file(directory, key)
     path.with_name(path.name + _STATE).unlink(missing_ok=True)  # first: a Shard without a state is nothing
     path.unlink(missing_ok=True)
+
+
+def remove_spool(directory: Path) -> None:
+    """Remove what a Spool wrote in ``directory``, and the folders when that was all. For a node that is no more."""
+    if not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        shard = path.with_name(path.name.removesuffix(_STATE))
+        if path.name == _LOCK or path.name.startswith(TEMPORARY) or parse_shard_key(_key_of(shard)) is not None:
+            path.unlink(missing_ok=True)
+    for folder in (directory, directory.parent):
+        with contextlib.suppress(OSError):  # other files, or other nodes of one machine, are in it
+            folder.rmdir()
 
 
 def open_spool(config: LocalDiskConfig, store_url: str, run_id: str, node_id: str) -> Spool | None:
@@ -215,16 +237,10 @@ class Spool:
 
     def close(self, *, remove: bool) -> None:
         """Let the directory go; with ``remove`` what this class wrote there too, and the directory when that is all."""
-        with self._mutex:
-            keys = list(self._entries) if remove else []
-        for key in keys:
-            self.drop(key)
         if remove:
-            for left in [*self.directory.glob(f"{TEMPORARY}*"), self.directory / _LOCK]:
-                left.unlink(missing_ok=True)
-            for folder in (self.directory, self.directory.parent):
-                with contextlib.suppress(OSError):  # other files, or other nodes of one machine, are in it
-                    folder.rmdir()
+            remove_spool(self.directory)
+            with self._mutex:
+                self._entries.clear()
         os.close(self._lock)
 
     def _reserve(self, need: int) -> None:

@@ -15,7 +15,7 @@ from storage.direct_io import DiskFull, FileWriter
 from storage.errors import StorageError
 from storage.keys import Attempt, StepKey, shard_key
 from storage.manifest import AttemptRecord, Receipt, ShardRecord
-from storage.spool import Spool, open_spool, spool_directory, spool_file
+from storage.spool import Spool, open_spool, remove_spool, spool_directory, spool_file
 
 FIRST = Attempt(number=1, nonce="00000001")
 MIB = 1 << 20
@@ -241,6 +241,20 @@ def test_closing_for_good_leaves_the_folders_of_other_nodes(disk: Disk) -> None:
     disk.add(spool, 1)
     disk.spools.pop().close(remove=True)
     assert os.listdir(disk.root / "run") == ["other-node"]
+
+
+def test_what_a_lost_node_left_can_be_removed_by_name(disk: Disk) -> None:
+    spool = disk.spool()
+    disk.add(spool, 1)
+    (spool.directory / ".raysume-tmp-0123").write_bytes(b"half")
+    disk.spools.pop().close(remove=False)
+    (spool.directory / "notes.txt").write_text("mine")
+    remove_spool(spool.directory)
+    assert os.listdir(spool.directory) == ["notes.txt"]
+    (spool.directory / "notes.txt").unlink()
+    remove_spool(spool.directory)
+    assert not spool.directory.parent.exists()
+    remove_spool(spool.directory)
 
 
 @pytest.mark.parametrize(
