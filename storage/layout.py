@@ -134,8 +134,11 @@ class LayoutFold:
         owners = self._owners
         if len(owners) < _SHORTEST_RULE:
             return None
-        first, step = owners[0], owners[1] - owners[0]
-        if step < 0 or any(owner != first + index * step for index, owner in enumerate(owners)):
+        num, first, step = len(owners), owners[0], owners[1] - owners[0]
+        if step < 0 or owners[-1] != first + (num - 1) * step:
+            return None
+        even = array("i", range(first, first + num * step, step)) if step else array("i", [first]) * num
+        if owners != even:
             return None
         return self._blocks(first, step)
 
