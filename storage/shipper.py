@@ -142,7 +142,8 @@ class Shipper:
         until = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        is_idle = not any(thread.is_alive() for thread in self._threads)
+        self._pool.shutdown(wait=is_idle, cancel_futures=True)
         if self._spool is not None:
             self._spool.close(remove=not (keep_unsent and self._spool.has_unsent))
 
