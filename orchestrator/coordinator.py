@@ -319,7 +319,7 @@ class Coordinator:
 
     def _give_up(self, attempt: Attempt, step: int, reason: str) -> None:
         if self._pending.give_up(step):
-            _log.warning("save of step %d given up: %s", step, reason)
+            _log.info("save of step %d given up: %s", step, reason)  # the driver says it aloud
             self._forget_times(step)
             self._signals.append(SaveFailed(attempt=attempt, step=step, reason=reason))
         self._lock.notify_all()

@@ -7,6 +7,7 @@ driver.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -56,6 +57,8 @@ class CoordinatorShell:
         owner: str,
     ) -> None:
         self._owner = owner
+        # Ray shows this process's warnings on the driver's terminal, where an outage is said once, as an event.
+        logging.getLogger("storage.retrying").setLevel(logging.ERROR)
         # A message of Receipts is thousands of small objects that are gone a moment later: looking for cycles among
         # them, and again among all of Ray's and ours, took four fifths of the time to receive it.
         gc.freeze()

@@ -199,12 +199,13 @@ def test_a_final_save_that_fails_or_never_ends_is_told_by_the_exit_code_and_made
     try:
         run.config["checkpoint"] |= {"every_steps": 10, "store": {"endpoint_url": last.endpoint, "retries": 1}}
         last.refuse_next(1_000_000)
-        failed = run.drive()
-        assert_final_save_is_missed(run, failed, log)
-        assert failed.events("save_failed")[0]["step"] == run.steps
+        refused = run.drive("checkpoint.max_outage_s=3")
+        assert_final_save_is_missed(run, refused, log, ExitCode.STORAGE_OUTAGE)
+        assert refused.events("save_delayed")[0]["step"] == run.steps
         last.refuse_next(0)
         last.hold()
-        assert_final_save_is_missed(run, run.drive("checkpoint.final_timeout_s=2"), log)
+        held = run.drive("checkpoint.final_timeout_s=2")
+        assert_final_save_is_missed(run, held, log, ExitCode.FINAL_SAVE_FAILED)
         last.release()
         assert run.drive().code == ExitCode.SUCCESS
     finally:
@@ -214,10 +215,10 @@ def test_a_final_save_that_fails_or_never_ends_is_told_by_the_exit_code_and_made
     assert_history_is_whole(run)
 
 
-def assert_final_save_is_missed(run: RunSetup, driver: Driver, log: CommitLog) -> None:
-    assert driver.code == ExitCode.FINAL_SAVE_FAILED
+def assert_final_save_is_missed(run: RunSetup, driver: Driver, log: CommitLog, code: ExitCode) -> None:
+    assert driver.code == code
     assert f"step {run.steps}" in driver.output
     assert [commit.step for commit in log.commits()] == [10]
     summary = json.loads(log.store.get("summary.json"))
-    assert summary["status"] == "final-save-failed"
+    assert summary["status"] == code.name.lower().replace("_", "-")
     assert f"step {run.steps}" in summary["exit_reason"]
