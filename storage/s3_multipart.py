@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from storage.retrying import backoff_s
+from storage.s3_body import WatchedBody, send_watched
 from storage.store_failures import error_code, http_status, is_stale_credential, is_unsupported
 
 __all__ = ["MultipartPut", "PartRules", "Upload", "list_uploads", "part_bytes", "stored_size"]
@@ -48,9 +49,10 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRules:
-    """How parts are sent: how many at once, how long one may take, how often one is sent again, who counts it."""
+    """How parts are sent: how many at once, how long one may stand still and take, how often it is sent again."""
 
     parallel: int = 4
+    stall_s: float
     limit_s: Callable[[int], float]
     retries: int = 0
     on_retry: Callable[[], None] = lambda: None
@@ -176,10 +178,11 @@ class MultipartPut:
         """One part, again after a quick failure; a stall is left to the caller, whose next try goes on from here."""
         retry = 0
         while True:
-            body = bytes(self._slice(number))
+            body = WatchedBody(self._slice(number))
             sent = self._call("upload_part", **self._place, UploadId=upload_id, PartNumber=number, Body=body)
+            limit_s = self._rules.limit_s(self._length(number))
             try:
-                answer = await asyncio.wait_for(sent, self._rules.limit_s(len(body)))
+                answer = await send_watched(sent, body, stall_s=self._rules.stall_s, limit_s=limit_s)
             except Exception as error:
                 if retry >= self._rules.retries or not _may_pass(error):
                     raise

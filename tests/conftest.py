@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import DelayProxy, HaproxyProxy, MotoServer, SwiftServer
+from tests.servers import DelayProxy, HaproxyProxy, MotoServer, QuirkProxy, SwiftServer
 from tests.servers.swift_server import keeps_xattrs
 
 
@@ -94,6 +94,16 @@ def delay_proxy(swift_server: SwiftServer) -> Iterator[DelayProxy]:
 def haproxy(swift_server: SwiftServer) -> Iterator[HaproxyProxy]:
     """In front of Swift, without faults until the test sets some. Mark the test needs_haproxy."""
     proxy = HaproxyProxy(swift_server.port).start()
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
+
+
+@pytest.fixture
+def quirk_proxy(swift_server: SwiftServer) -> Iterator[QuirkProxy]:
+    """In front of Swift, with a rule of the test's own for every request."""
+    proxy = QuirkProxy(swift_server.port).start()
     try:
         yield proxy
     finally:

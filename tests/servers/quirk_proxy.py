@@ -91,7 +91,7 @@ class QuirkProxy:
         self.reset_after: Callable[[Request], int | None] = lambda _: None
         self.passed: list[Request] = []
         self.expected_continue = 0
-        self._backend_port = backend_port
+        self.backend_port = backend_port
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -122,7 +122,7 @@ class QuirkProxy:
         return sum(len(request.body) for request in self.passed if request.method == "PUT")
 
     def _forward(self, request: Request) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self._backend_port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.backend_port, timeout=60)
         try:
             connection.putrequest(request.method, request.target, skip_host=True, skip_accept_encoding=True)
             for name, value in request.headers.items():
