@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import numpy as np
+import xxhash
 
 from storage.config import CheckpointConfig, LocalDiskConfig
 from storage.keeper import Keeper
 from storage.keeper_protocol import ReceiptSink
+from storage.keys import Attempt, StepKey, shard_key
+from storage.manifest import Receipt
 from storage.object_store import ObjectStore
 from storage.spool import spool_directory
 from tests.fakes.gated_store import GatedStore
+from tests.fakes.snapshot_writer import Arrays, save
+
+FIRST = Attempt(number=1, nonce="00000001")
+SECOND = Attempt(number=2, nonce="00000002")
+WAIT_S = 20.0
+STATE_BYTES = 1 << 20
 
 
 class Clock:
@@ -74,3 +86,39 @@ class KeeperBench:
             if isinstance(store, GatedStore):
                 store.open_gate()
             keeper.close()
+
+
+def state(value: float, num_bytes: int = STATE_BYTES) -> Arrays:
+    return {"weight": np.full((num_bytes // 256, 64), value, dtype=np.float32)}
+
+
+def key(step: int, rank: int = 0, attempt: Attempt = FIRST) -> str:
+    return shard_key(StepKey(step=step, attempt=attempt), rank)
+
+
+def shards_on(disk: Path) -> list[str]:
+    return sorted(path.name for path in disk.glob("*.shard"))
+
+
+def assert_proves(store: ObjectStore, receipt: Receipt, value: float) -> None:
+    stored = store.get(receipt.shard.key)
+    assert (receipt.shard.size, receipt.shard.digest) == (len(stored), xxhash.xxh3_128_hexdigest(stored))
+    assert state(value)["weight"].tobytes() in stored
+
+
+def save_waiting(keeper: Keeper, arrays: Arrays, *, attempt: Attempt = FIRST, step: int, rank: int = 0) -> None:
+    """A save that waits for a buffer, as the last save of a Run does."""
+    for _ in range(20_000):
+        if save(keeper, arrays, attempt=attempt, step=step, rank=rank) is not None:
+            return
+        keeper.flush(0.001)
+    raise AssertionError(f"no buffer for step {step}")
+
+
+def wait_for_states(keeper: Keeper, disk: Path, number: int) -> None:
+    """Return once ``number`` Shards are whole on the disk."""
+    for _ in range(20_000):
+        if len(list(disk.glob("*.shard.json"))) == number:
+            return
+        keeper.flush(0.001)
+    raise AssertionError(f"{os.listdir(disk)}: {number} whole Shards expected")

@@ -16,29 +16,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from storage.buffer_map import map_buffer
-from storage.errors import StorageError, StoreRefused
-from storage.keeper import Keeper
-from storage.keys import Attempt, StepKey, shard_key
+from storage.errors import StorageError
 from storage.local_store import LocalStore
-from storage.manifest import Receipt
-from storage.object_store import ObjectStore
 from tests.fakes.flaky_store import FlakyStore
 from tests.fakes.gated_store import GatedStore
-from tests.fakes.keeper_bench import Clock, KeeperBench
+from tests.fakes.keeper_bench import (
+    FIRST,
+    STATE_BYTES,
+    WAIT_S,
+    KeeperBench,
+    assert_proves,
+    key,
+    save_waiting,
+    shards_on,
+    state,
+)
 from tests.fakes.recording_sink import RecordingSink
-from tests.fakes.snapshot_writer import Arrays, fill, lease_for, make_header, save, sealed
-
-FIRST = Attempt(number=1, nonce="00000001")
-SECOND = Attempt(number=2, nonce="00000002")
-WAIT_S = 20.0
-STATE_BYTES = 1 << 20
-
-
-def state(value: float, num_bytes: int = STATE_BYTES) -> Arrays:
-    return {"weight": np.full((num_bytes // 256, 64), value, dtype=np.float32)}
+from tests.fakes.snapshot_writer import fill, lease_for, make_header, save, sealed
 
 
 @pytest.fixture
@@ -46,38 +42,6 @@ def bench(tmp_path: Path) -> Iterator[KeeperBench]:
     bench = KeeperBench(tmp_path)
     yield bench
     bench.close()
-
-
-def key(step: int, rank: int = 0, attempt: Attempt = FIRST) -> str:
-    return shard_key(StepKey(step=step, attempt=attempt), rank)
-
-
-def shards_on(disk: Path) -> list[str]:
-    return sorted(path.name for path in disk.glob("*.shard"))
-
-
-def assert_proves(store: ObjectStore, receipt: Receipt, value: float) -> None:
-    stored = store.get(receipt.shard.key)
-    assert (receipt.shard.size, receipt.shard.digest) == (len(stored), xxhash.xxh3_128_hexdigest(stored))
-    assert state(value)["weight"].tobytes() in stored
-
-
-def save_waiting(keeper: Keeper, arrays: Arrays, *, attempt: Attempt = FIRST, step: int, rank: int = 0) -> None:
-    """A save that waits for a buffer, as the last save of a Run does."""
-    for _ in range(20_000):
-        if save(keeper, arrays, attempt=attempt, step=step, rank=rank) is not None:
-            return
-        keeper.flush(0.001)
-    raise AssertionError(f"no buffer for step {step}")
-
-
-def wait_for_states(keeper: Keeper, disk: Path, number: int) -> None:
-    """Return once ``number`` Shards are whole on the disk."""
-    for _ in range(20_000):
-        if len(list(disk.glob("*.shard.json"))) == number:
-            return
-        keeper.flush(0.001)
-    raise AssertionError(f"{os.listdir(disk)}: {number} whole Shards expected")
 
 
 @pytest.mark.parametrize("direct_io", [True, False])
@@ -162,110 +126,6 @@ def test_without_a_disk_at_most_one_encoded_shard_a_rank_is_in_memory(bench: Kee
     assert keeper.status().memory_bytes == 0
 
 
-def test_a_store_that_gives_back_another_end_is_tried_again_before_any_receipt(bench: KeeperBench) -> None:
-    store, sink = FlakyStore(spoil_puts=2), RecordingSink()
-    keeper = bench.keeper(store, sink)
-    save(keeper, state(5), attempt=FIRST, step=4)
-    assert keeper.flush(WAIT_S)
-    assert store.tried == [key(4)] * 3
-    assert_proves(store, sink.receipts[0], 5)
-    assert keeper.status().retries == 2
-    assert "index has digest" in str(keeper.status().last_error)
-
-
-def test_while_the_store_is_away_the_newest_is_kept_and_older_ones_are_given_up(bench: KeeperBench) -> None:
-    store, sink, clock = FlakyStore(is_away=True), RecordingSink(), Clock()
-    keeper = bench.keeper(store, sink, clock=clock)
-    for step in (10, 20, 30):
-        save_waiting(keeper, state(step), step=step)
-        store.wait_for_tries(key(step), 2)
-        clock.now += 60.0
-    assert keeper.flush(0.0) is False
-    assert keeper.status().failing_for_s >= 120.0
-    assert keeper.status().superseded == 2
-    store.come_back()
-    assert keeper.flush(WAIT_S)
-    assert [receipt.step for receipt in sink.receipts] == [30]
-    assert_proves(store, sink.receipts[0], 30)
-    assert [(step, reason.split(":")[0]) for _, step, _, reason in sink.failures] == [
-        (10, "superseded by step 20 while the store was away"),
-        (20, "superseded by step 30 while the store was away"),
-    ]
-    assert keeper.status().failing_for_s == 0.0
-    assert shards_on(bench.spool) == ["step-0000000030.a000001-00000001.rank-00000.shard"]
-
-
-def test_a_delay_is_told_with_how_long_the_store_has_been_failing(bench: KeeperBench) -> None:
-    store, sink, clock = FlakyStore(is_away=True), RecordingSink(), Clock()
-    keeper = bench.keeper(store, sink, clock=clock)
-    save(keeper, state(1), attempt=FIRST, step=10, rank=1)
-    sink.wait_for_delays(1)
-    attempt, step, rank, reason, failing_for_s = sink.delays[0]
-    assert (attempt, step, rank, failing_for_s) == (FIRST, 10, 1, 0.0)
-    assert "503 for the sixth time" in reason
-    assert sink.failures == []
-
-
-def test_a_refusal_is_given_up_at_once(bench: KeeperBench) -> None:
-    store, sink = FlakyStore(is_away=True), RecordingSink()
-    store.error = StoreRefused("put", "shards/any", "403 for good")
-    keeper = bench.keeper(store, sink)
-    save(keeper, state(1), attempt=FIRST, step=10)
-    assert keeper.flush(WAIT_S)
-    assert store.tried == [key(10)]
-    assert [(step, "403 for good" in reason) for _, step, _, reason in sink.failures] == [(10, True)]
-    assert shards_on(bench.spool) == []
-
-
-def test_without_a_disk_the_newest_is_kept_through_an_outage_too(bench: KeeperBench) -> None:
-    config = bench.config.model_copy(update={"local_disk": bench.config.local_disk.model_copy(update={"mode": "off"})})
-    store, sink = FlakyStore(is_away=True), RecordingSink()
-    keeper = bench.keeper(store, sink, config)
-    for step in (10, 20):
-        save_waiting(keeper, state(step), step=step)
-        store.wait_for_tries(key(step), 2)
-    assert keeper.status().memory_bytes < 2 * STATE_BYTES
-    store.come_back()
-    assert keeper.flush(WAIT_S)
-    assert [receipt.step for receipt in sink.receipts] == [20]
-    assert [failure[1] for failure in sink.failures] == [10]
-
-
-def test_a_newer_attempt_ends_the_tries_of_the_older_and_removes_its_shards(bench: KeeperBench) -> None:
-    store, sink = FlakyStore(is_away=True), RecordingSink()
-    keeper = bench.keeper(store, sink)
-    save(keeper, state(1), attempt=FIRST, step=10)
-    store.wait_for_tries(key(10), 2)
-    keeper.forget_attempts_before(2)
-    assert keeper.flush(WAIT_S)
-    store.come_back()
-    save_waiting(keeper, state(2), attempt=SECOND, step=11)
-    assert keeper.flush(WAIT_S)
-    assert store.stored == [key(11, attempt=SECOND)]
-    assert sink.failures == []
-    assert shards_on(bench.spool) == ["step-0000000011.a000002-00000002.rank-00000.shard"]
-
-
-def test_when_the_quota_is_full_uploaded_shards_go_and_waiting_ones_give_way_to_newer(bench: KeeperBench) -> None:
-    store, sink = FlakyStore(), RecordingSink()
-    keeper = bench.keeper(store, sink, bench.with_quota(3 * STATE_BYTES + (STATE_BYTES >> 1)))
-    for step in (1, 2, 3):
-        save_waiting(keeper, state(step), step=step)
-        assert keeper.flush(WAIT_S)
-    assert len(shards_on(bench.spool)) == 2  # two uploaded steps are kept to be read from
-    store.go_away()
-    for step in (4, 5, 6, 7, 8):
-        save_waiting(keeper, state(step), step=step)
-        store.wait_for_tries(key(4), 1)
-        assert keeper.status().spool_bytes <= 3 * STATE_BYTES + (STATE_BYTES >> 1)
-    store.wait_for_tries(key(8), 2)
-    store.come_back()
-    assert keeper.flush(WAIT_S)
-    assert sink.receipts[-1].step == 8
-    assert_proves(store, sink.receipts[-1], 8)
-    assert {failure[1] for failure in sink.failures} == {4, 5, 6, 7}
-
-
 def test_on_a_full_disk_the_oldest_that_waits_gives_way_to_the_newest(bench: KeeperBench) -> None:
     store, sink = GatedStore(), RecordingSink()
     keeper = bench.keeper(store, sink, bench.with_quota(3 * STATE_BYTES + (STATE_BYTES >> 1)))
@@ -280,18 +140,6 @@ def test_on_a_full_disk_the_oldest_that_waits_gives_way_to_the_newest(bench: Kee
     assert keeper.flush(WAIT_S)
     assert [receipt.step for receipt in sink.receipts] == [1, 3, 4]
     assert keeper.status().superseded == 1
-
-
-def test_a_newer_snapshot_does_not_wait_for_the_next_try_of_the_older(bench: KeeperBench) -> None:
-    store, sink = FlakyStore(is_away=True), RecordingSink()
-    keeper = bench.keeper(store, sink, retry_s=(1000.0, 1000.0))
-    save(keeper, state(1), attempt=FIRST, step=10)
-    sink.wait_for_delays(1)
-    store.come_back()
-    save(keeper, state(2), attempt=FIRST, step=20)
-    assert keeper.flush(WAIT_S)
-    assert [receipt.step for receipt in sink.receipts] == [20]
-    assert [failure[1] for failure in sink.failures] == [10]
 
 
 def test_a_disk_without_room_is_said_once_and_saves_go_through_memory(
@@ -337,7 +185,8 @@ def test_a_successor_uploads_what_a_killed_keeper_had_encoded(bench: KeeperBench
 def _keeper_process(bench: KeeperBench) -> subprocess.Popen[str]:
     """A process whose Keeper has two Shards on the disk and a store that never answers; says so, then waits."""
     program = (
-        "import sys, threading; from pathlib import Path; from tests.unit.storage.test_keeper_spool import *\n"
+        "import sys, threading; from pathlib import Path; from tests.fakes.keeper_bench import *\n"
+        "from tests.fakes.recording_sink import RecordingSink\n"
         "store = GatedStore(); keeper = KeeperBench(Path(sys.argv[1])).keeper(store, RecordingSink())\n"
         "save_waiting(keeper, state(5), step=5); save_waiting(keeper, state(6), step=6)\n"
         "wait_for_states(keeper, KeeperBench(Path(sys.argv[1])).spool, 2)\n"
@@ -347,6 +196,7 @@ def _keeper_process(bench: KeeperBench) -> subprocess.Popen[str]:
         [sys.executable, "-c", program, str(bench.directory / ".")],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
