@@ -24,9 +24,6 @@ __all__ = ["Lineage", "SaveTicket", "SaveUnderWay", "lineage_of"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNDER_WAY = 8
-_POLL_S = 0.5
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTicket:
@@ -46,12 +43,22 @@ class SaveTicket:
 
 @dataclass(slots=True, kw_only=True)
 class SaveUnderWay:
-    """A save of this process. ``key`` is known once this rank's data is written; ``staging`` keeps its copy alive."""
+    """An async save of this process. It ends with its ``thread``, which lives for this one save alone.
+
+    The Commit is no sign of the end: the ranks still tell each other of it, on the group that a load would use next.
+    """
 
     step: int
-    ended: threading.Event = field(default_factory=threading.Event)
-    key: StepKey | None = None
-    staging: object = None
+    started: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """False when it has not ended within ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        if not self.started.wait(timeout_s) or self.thread is None:
+            return False
+        self.thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self.thread.is_alive()
 
 
 class Lineage:
@@ -131,45 +138,35 @@ class Lineage:
         with self._lock:
             self._loaded.add(step)
 
-    def begin(self, step: int) -> SaveUnderWay:
-        """A save starts; it is found by `under_way` until `end`."""
-        save = SaveUnderWay(step=step)
+    def begin(self, step: int) -> None:
+        """An async save was asked for; its thread comes later."""
         with self._lock:
-            self._under_way = [*self._under_way[-_MAX_UNDER_WAY + 1 :], save]
-        return save
+            self._under_way.append(SaveUnderWay(step=step))
 
-    def under_way(self, step: int) -> SaveUnderWay | None:
-        """The latest save of ``step`` that has not ended."""
+    def start(self, step: int) -> None:
+        """This thread does the save of ``step``, if that is one that `begin` was told of."""
         with self._lock:
-            return next((save for save in reversed(self._under_way) if save.step == step), None)
+            for save in self._under_way:
+                if save.step == step and not save.started.is_set():
+                    save.thread = threading.current_thread()
+                    save.started.set()
+                    return
 
-    def end(self, step: int) -> None:
-        """The save of ``step`` is committed or has failed."""
-        save = self.under_way(step)
-        if save is not None:
-            with self._lock:
-                self._under_way.remove(save)
-            save.staging = None
-            save.ended.set()
+    def forget(self, step: int) -> None:
+        """The save of ``step`` comes to nothing, or goes on in another process."""
+        with self._lock:
+            self._under_way = [save for save in self._under_way if save.step != step]
 
     def wait_for_saves(self, timeout_s: float) -> None:
-        """Return when no save of this process is under way, or with a warning after ``timeout_s``.
-
-        Only the coordinator sees a save end; another rank looks for its Commit.
-        """
+        """Return when no async save of this process is under way, or with a warning after ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
-            waiting = list(self._under_way)
+            waiting = [save for save in self._under_way if save.thread is not threading.current_thread()]
         for save in waiting:
-            while not save.ended.wait(min(_POLL_S, max(0.0, deadline_s - time.monotonic()))):
-                if save.key is not None and self._is_committed(save.key):
-                    self.end(save.step)
-                elif time.monotonic() >= deadline_s:
-                    logger.warning("the save of step %d did not end within %g s; not waited for", save.step, timeout_s)
-                    self.end(save.step)
-
-    def _is_committed(self, key: StepKey) -> bool:
-        return any(parse_step_key(entry.key) == key for entry in self.store.list(COMMITS))
+            if not save.wait(max(0.0, deadline_s - time.monotonic())):
+                logger.warning("the save of step %d did not end within %g s; not waited for", save.step, timeout_s)
+        with self._lock:
+            self._under_way = [save for save in self._under_way if save not in waiting]
 
 
 _lineages: dict[tuple[int, str, str | None], Lineage] = {}

@@ -132,9 +132,9 @@ class RaysumeReader(StorageReader):
             raise ValueError(
                 f"checkpoint_id {checkpoint_id!r}: a RaysumeReader has its url and step already; leave it out"
             )
-        self._failure = self._opened = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # DCP's signature
+        self._failure = self._opened = None
         try:
             self._opened = self._open()
         except StorageError as error:

@@ -2,7 +2,7 @@
 
 Each rank encodes and stores its part as one Shard; the coordinator rank alone merges the Receipts and writes Manifest
 and Commit. Nothing is pickled into the store. Order, as `torch.distributed.checkpoint.save` calls it: stage (async_save
-only), reset, set_up_storage_writer, prepare_local_plan, prepare_global_plan (coordinator), write_data, finish
+only), storage_meta, set_up_storage_writer, prepare_local_plan, prepare_global_plan (coordinator), write_data, finish
 (coordinator).
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from pydantic import JsonValue
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -86,7 +86,6 @@ class RaysumeWriter(StorageWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture[dict[str, Any]]:
         """A copy in host memory that later changes of the state do not reach; async_save calls it before it returns."""
-        save = self._lineage.begin(self._step)
         stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False,
@@ -95,12 +94,9 @@ class RaysumeWriter(StorageWriter):
                 use_non_blocking_copy=False,
             )
         )
-        try:
-            save.staging = stager
-            return stager.stage(state_dict)
-        except BaseException:
-            self._lineage.end(self._step)
-            raise
+        staged = stager.stage(state_dict)
+        self._lineage.begin(self._step)
+        return staged
 
     def synchronize_staging(self) -> None:
         pass
@@ -108,13 +104,20 @@ class RaysumeWriter(StorageWriter):
     def close(self) -> None:
         pass
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._lineage.forget(self._step)
+        return self.__dict__
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             raise ValueError(
                 f"checkpoint_id {checkpoint_id!r}: a RaysumeWriter has its url and step already; leave it out"
             )
-        if self._lineage.under_way(self._step) is None:
-            self._lineage.begin(self._step)
+
+    def storage_meta(self) -> StorageMeta | None:
+        # The first that DCP asks in the thread that saves.
+        self._lineage.start(self._step)
+        return None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._rank = int(kwargs.get("rank", 0))
@@ -128,43 +131,27 @@ class RaysumeWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        try:
-            ticket = self._lineage.ticket(self._step, base_step=self._base_step)
-        except BaseException:
-            self._lineage.end(self._step)
-            raise
+        ticket = self._lineage.ticket(self._step, base_step=self._base_step)
         tickets = [replace(ticket, rank=rank, world_size=len(plans)) for rank in range(len(plans))]
         return [replace(plan, storage_data=own) for plan, own in zip(plans, tickets, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            ticket = self._ticket(plan)
-            report = self._write(ticket, plan, planner)
-        except BaseException:
-            self._lineage.end(self._step)
-            raise
-        save = self._lineage.under_way(self._step)
-        if save is not None:
-            save.key, save.staging = ticket.key, None
+        report = self._write(self._ticket(plan), plan, planner)
         future: Future[list[WriteResult]] = Future()
         size = report.receipt.shard.size
         future.set_result([WriteResult(MetadataIndex("raysume"), size_in_bytes=size, storage_data=report)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002  # DCP's signature
-        try:
-            reports = [result.storage_data for own in results for result in own]
-            commit_save(
-                self._lineage,
-                reports,
-                keep=self._keep,
-                loss=self._loss,
-                metric=self._metric,
-                metadata=self._metadata,
-                orphan_grace_s=self._config.orphan_grace_s,
-            )
-        finally:
-            self._lineage.end(self._step)
+        commit_save(
+            self._lineage,
+            [result.storage_data for own in results for result in own],
+            keep=self._keep,
+            loss=self._loss,
+            metric=self._metric,
+            metadata=self._metadata,
+            orphan_grace_s=self._config.orphan_grace_s,
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
