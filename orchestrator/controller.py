@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Finished, Left
@@ -28,7 +29,7 @@ from orchestrator.states import State, checked_move
 from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
 from orchestrator.worker_group import WorkerGroup
-from storage.errors import StorageError, StoreUnavailable
+from storage.errors import LeaseHeld, StorageError, StoreUnavailable
 from storage.keys import Attempt
 from storage.sources import RestorePlan
 from workers.contract import AttemptSpec, Member, World
@@ -39,7 +40,6 @@ _log = logging.getLogger(__name__)
 IN_FLIGHT_SAVE_S = 3.0  # how long a save that can still become whole is waited for before a restore is planned
 AFTER_OUTAGE_S = 45.0  # the same, where a Keeper tries again every half minute
 LAST_WORD_S = 5.0
-PACE_S = 5.0  # between Attempts that an outage breaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,9 +293,11 @@ class Controller:
         return restored_step
 
     def _write_journal(self, kind: str, **values: Any) -> Stop | None:
-        return self._store.call(
-            StoreUser.JOURNAL, lambda: self._journal.append_counters(kind, self._counters, **values)
-        )
+        write = partial(self._journal.append_counters, kind, self._counters, **values)
+        try:
+            return self._store.call(StoreUser.JOURNAL, write)
+        except LeaseHeld as error:
+            return Stop(exit_code=ExitCode.REFUSED, reason=str(error))
 
     def _specs(self, world: World, plan: RestorePlan | None) -> dict[str, AttemptSpec]:
         host, port = self._rendezvous()
@@ -377,8 +379,7 @@ class Controller:
             return stop
         self._recorder.emit("decision", decision=kind, reason=decision.reason)
         if is_outage(end.fault) and isinstance(decision, Regroup):
-            self._store.loading_failed(end.fault.detail)
-            return self._store.pause(PACE_S) or decision
+            return self._store.loading_failed(end.fault.detail) or decision
         return decision
 
     def _end(self, stop: Stop, weights_digest: str | None = None) -> RunEnd:

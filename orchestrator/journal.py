@@ -1,7 +1,7 @@
 """The Journal: the append-only record of Attempts and Decisions that a new driver continues from.
 
 One small object per entry, its name unique to its driver, so that no store needs to honour an append or a condition.
-The controller is its only writer.
+The controller is its only writer. An entry of a later driver tells this one that it was replaced: it writes no more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from orchestrator.failure_policy import Counters
+from storage.errors import LeaseHeld
 from storage.keys import JOURNAL, journal_key
 from storage.object_store import ObjectStore
 
@@ -41,11 +42,13 @@ class Journal:
         self._nonce = nonce
         self._now_utc = now_utc
         self.entries: list[JournalEntry] = []
+        self._known: set[str] = set()
 
     def load(self) -> None:
         """Read all entries, in order. A foreign or broken file is named in a warning and left alone."""
         self.entries = []
         for listed in self._store.list(JOURNAL):
+            self._known.add(listed.key)
             match = _NAME.search(listed.key)
             try:
                 if match is None:
@@ -63,13 +66,23 @@ class Journal:
             self.entries.append(entry)
 
     def append(self, kind: str, *, deadline_s: float = 60.0, **values: Any) -> JournalEntry:
-        """Write one entry; durable when this returns. After StoreUnavailable the same call may be made again."""
+        """Write one entry; durable when this returns. After StoreUnavailable the same call may be made again.
+
+        Raises LeaseHeld once a later driver has written: its Attempts have the numbers that would be ours.
+        """
+        self._check_alone(deadline_s)
         sequence = 1 + max((entry.sequence for entry in self.entries), default=0)
         entry = JournalEntry(sequence=sequence, kind=kind, time_utc=self._now_utc(), fields=values)
         body = {"kind": kind, "time_utc": entry.time_utc, "fields": values}
         self._store.put(journal_key(sequence, self._nonce), json.dumps(body, indent=1).encode(), deadline_s=deadline_s)
         self.entries.append(entry)
         return entry
+
+    def _check_alone(self, deadline_s: float) -> None:
+        own = f".{self._nonce}.json"
+        for listed in self._store.list(JOURNAL, deadline_s=deadline_s):
+            if listed.key not in self._known and not listed.key.endswith(own) and _NAME.search(listed.key):
+                raise LeaseHeld(self._store.url, f"it wrote {listed.key}")
 
     def last_attempt_number(self) -> int:
         """The highest Attempt number any driver of this Run used; 0 before the first."""

@@ -95,9 +95,10 @@ class StoreWaits:
     def begin_attempt(self, restored_step: int) -> None:
         self._watch.begin_attempt(restored_step, self._monotonic())
 
-    def loading_failed(self, reason: str) -> None:
-        """Ranks could not read a Checkpoint because the store did not answer."""
+    def loading_failed(self, reason: str) -> Stop | None:
+        """Ranks could not read a Checkpoint because the store did not answer. Waits a little before the next try."""
         self._watch.failed(StoreUser.LOADING, reason, self._monotonic())
+        return self.pause(_LONGEST_DELAY_S)
 
     def verdict(self) -> Stop | None:
         """The policy's Stop, once it has spoken; then for good."""
