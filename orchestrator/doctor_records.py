@@ -15,6 +15,7 @@ from storage.events import utc_text
 from storage.keys import JOURNAL, RUN, SUMMARY
 from storage.manifest import Commit
 from storage.object_store import ObjectEntry, ObjectStore
+from storage.unfinished import unfinished_uploads
 
 __all__ = ["clock_texts", "record_findings"]
 
@@ -31,6 +32,13 @@ def record_findings(store: ObjectStore, listing: Sequence[ObjectEntry], run_id: 
         text = f"{RUN} is missing: the commits say that this is run {run_id}, and the next driver writes it anew"
         yield "note", text, RUN
     yield from _journal_findings(store, listing)
+    uploads = unfinished_uploads(store)
+    if uploads:
+        shown = ", ".join(uploads[:3]) + (" ..." if len(uploads) > 3 else "")
+        text = (
+            f"{len(uploads)} uploads were begun and not ended ({shown}): under way, or remains of one that was cut off"
+        )
+        yield "note", text, None
 
 
 def _json_findings(store: ObjectStore, key: str, run_id: str | None) -> Iterator[_Found]:

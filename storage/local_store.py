@@ -131,6 +131,19 @@ class LocalStore:
 
         return self._within("abort_uploads", prefix, deadline_s, remove)
 
+    def unfinished_uploads(self, prefix: str, *, deadline_s: float = 60.0) -> Sequence[str]:
+        """Temporary files of puts that are under way or were cut off."""
+
+        def look(patience: Patience) -> Sequence[str]:
+            found = []
+            for path in self._walk(prefix):
+                patience.beat()
+                if _TEMPORARY_NAME.match(path.name) is not None:
+                    found.append(path.relative_to(self._root).as_posix())
+            return sorted(found)
+
+        return self._within("list", prefix, deadline_s, look)
+
     def clock_skew_s(self, *, deadline_s: float = 60.0) -> float | None:
         """How far the file server's clock is ahead of ours."""
 

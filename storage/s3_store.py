@@ -94,6 +94,17 @@ class S3Store(FsspecStore):
 
         return self._named("abort_uploads", prefix, deadline_s, abort)
 
+    def unfinished_uploads(self, prefix: str, *, deadline_s: float = 60.0) -> Sequence[str]:
+        """Keys of uploads that were begun and never ended; their parts lie on the server, unseen and paid for."""
+
+        def look() -> Sequence[str]:
+            bucket, start = self._place(self._path(prefix)).values()
+            mine = len(self._root.partition("/")[2])
+            found = self._run(lambda: list_uploads(self._request, bucket, start), deadline_s)
+            return sorted(str(item["Key"])[mine:].lstrip("/") for item in found)
+
+        return self._named("list", prefix, deadline_s, look)
+
     def try_create_in_parts(self, key: str, data: bytes, *, deadline_s: float = 60.0) -> CreateAnswer:
         """As `try_create`, with the condition on the completion of a multipart upload: some honour it only on a put."""
 

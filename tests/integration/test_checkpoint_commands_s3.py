@@ -28,7 +28,7 @@ def run(*arguments: str) -> Result:
     return runner.invoke(app, list(arguments))
 
 
-@pytest.fixture(params=["swift", "moto"])
+@pytest.fixture(params=["swift", pytest.param("moto", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix in a new bucket, with steps 10 to 30, a void one and an orphan."""
     if request.param == "swift":
@@ -84,7 +84,6 @@ def test_the_doctor_names_what_is_lost_on_an_object_store(url: str) -> None:
     content = bytearray(store.get(key))
     content[4] ^= 1
     store.put(key, bytes(content))
-    assert run("doctor", url).exit_code == 0
     ended = run("doctor", url, "--deep", "--json")
     assert ended.exit_code == CheckpointsCode.CORRUPT
     told = json.loads(ended.stdout)

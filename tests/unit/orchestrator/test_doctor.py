@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,11 @@ from orchestrator.doctor_text import diagnosis_facts, diagnosis_text, next_comma
 from storage.commit_log import CommitLog
 from storage.errors import StorageError, StoreRefused
 from storage.keys import Attempt, shard_key
+from storage.local_store import LocalStore
 from storage.manifest import Commit
 from storage.memory_store import MemoryStore
 from storage.restore import plan_restore
+from storage.retrying import RetryingStore
 from tests.fakes.checkpoints import RUN, TIME, attempt, commit_parts, prepare, save, write_shards
 from tests.fakes.layered_checkpoints import damage_level, damage_tensor, layered_save
 
@@ -263,3 +266,13 @@ def test_a_place_that_refuses_is_no_empty_place() -> None:
 
     with pytest.raises(StoreRefused):
         diagnose(Closed(), DoctorWish())
+
+
+def test_a_put_that_was_cut_off_on_the_local_disk_is_noticed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 10)
+    name = f".raysume-tmp-{'0' * 16}"
+    (tmp_path / "shards" / name).write_bytes(b"half")
+    diagnosis = diagnose(RetryingStore(store, retries=0), DoctorWish(watch_s=0.0))
+    assert any(f"shards/{name}" in one.text for one in diagnosis.findings)
+    assert not diagnosis.is_damaged
