@@ -28,7 +28,7 @@ from orchestrator.progress import ProgressView, open_progress
 from storage.arena import arena_directory
 from storage.config import LocalDiskConfig
 from storage.events import EventLog
-from storage.spool import remove_spool, spool_directory
+from storage.spool_files import remove_spool, spool_directory
 
 __all__ = ["Supervisor", "SupervisorPlan", "supervise"]
 

@@ -20,7 +20,7 @@ from storage.keys import parse_shard_key
 from storage.manifest import ShardRecord, Tier
 from storage.object_source import ObjectStoreSource
 from storage.sources import ShardLocation
-from storage.spool import drop_copy, spool_file
+from storage.spool_files import drop_copy, spool_file
 
 __all__ = ["NearestSource"]
 
@@ -30,7 +30,7 @@ _PIECE: Final = 8 << 20
 
 
 class NearestSource:
-    """A ShardSource: ``directory`` (see storage.spool), where there is one, before ``far``. Use in a ``with`` block.
+    """A ShardSource: ``directory`` (see spool_files), where there is one, before ``far``. Use in a ``with`` block.
 
     Safe to call from several threads.
     """

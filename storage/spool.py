@@ -7,12 +7,9 @@ at the next start. What is uploaded, and in which order, is the Keeper's concern
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import mmap
 import os
-import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,33 +22,28 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from storage.config import LocalDiskConfig
 from storage.direct_io import TEMPORARY, DiskFull, FileWriter, check_room, free_bytes, new_file, sync_folder
 from storage.errors import StorageError
-from storage.keys import SHARDS, parse_shard_key
+from storage.keys import parse_shard_key
 from storage.manifest import Receipt
+from storage.spool_files import (
+    SHARD,
+    STATE,
+    SpoolBusy,
+    drop_copy,
+    key_of_file,
+    lock_directory,
+    make_directory,
+    remove_spool,
+    spool_directory,
+    spool_file,
+    state_file,
+)
 
-__all__ = [
-    "Spool",
-    "SpoolBusy",
-    "SpoolEntry",
-    "drop_copy",
-    "open_spool",
-    "remove_spool",
-    "spool_directory",
-    "spool_file",
-]
+__all__ = ["Spool", "SpoolEntry", "open_spool"]
 
 logger = logging.getLogger(__name__)
 
-_LOCK: Final = ".lock"
-_SHARD: Final = ".shard"
-_STATE: Final = ".json"
-_SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _LEAST_ROOM: Final = 256 << 20  # below this `auto` does without
 _KEPT_STEPS: Final = 2  # uploaded steps kept to be read from: the newest, and one more should that be unusable
-_TRIES: Final = 16
-
-
-class SpoolBusy(StorageError):
-    """Another living process holds the directory."""
 
 
 class _State(BaseModel):
@@ -80,42 +72,6 @@ class SpoolEntry:
     @property
     def size(self) -> int:
         return self.receipt.shard.size
-
-
-def spool_directory(config: LocalDiskConfig, run_id: str, node_id: str) -> Path:
-    """Where the Shards of ``run_id`` lie on this node; the same path for every process on it."""
-    for name in (run_id, node_id):
-        if _SAFE_NAME.match(name) is None:
-            raise ValueError(f"{name!r} cannot be part of a spool's directory name")
-    default = Path(tempfile.gettempdir()) / f"raysume-spool-{os.geteuid()}"
-    return (default if config.directory is None else Path(config.directory)) / run_id / node_id
-
-
-def spool_file(directory: Path, key: str) -> Path:
-    """The file that holds the Shard of object name ``key``. Raises ValueError for any other name."""
-    if parse_shard_key(key) is None:
-        raise ValueError(f"{key!r} is not the name of a Shard object")
-    return directory / key.removeprefix(SHARDS).replace("/", ".")
-
-
-def drop_copy(directory: Path, key: str) -> None:
-    """Remove the Shard of object name ``key`` from the disk; none there is no error."""
-    path = spool_file(directory, key)
-    path.with_name(path.name + _STATE).unlink(missing_ok=True)  # first: a Shard without a state is nothing
-    path.unlink(missing_ok=True)
-
-
-def remove_spool(directory: Path) -> None:
-    """Remove what a Spool wrote in ``directory``, and the folders when that was all. For a node that is no more."""
-    if not directory.is_dir():
-        return
-    for path in directory.iterdir():
-        shard = path.with_name(path.name.removesuffix(_STATE))
-        if path.name == _LOCK or path.name.startswith(TEMPORARY) or parse_shard_key(_key_of(shard)) is not None:
-            path.unlink(missing_ok=True)
-    for folder in (directory, directory.parent):
-        with contextlib.suppress(OSError):  # other files, or other nodes of one machine, are in it
-            folder.rmdir()
 
 
 def open_spool(config: LocalDiskConfig, store_url: str, run_id: str, node_id: str) -> Spool | None:
@@ -155,8 +111,8 @@ class Spool:
         self._mutex = threading.Lock()
         self._entries: dict[str, SpoolEntry] = {}
         self._reserved = 0
-        _make_directory(directory, is_base_ours=config.directory is None)
-        self._lock = _lock_directory(directory)
+        make_directory(directory, is_base_ours=config.directory is None)
+        self._lock = lock_directory(directory)
         for entry in self._found():
             self._entries[entry.key] = entry
 
@@ -283,7 +239,7 @@ class Spool:
     def _write_state(self, entry: SpoolEntry) -> None:
         path = spool_file(self.directory, entry.key)
         state = _State(receipt=entry.receipt, is_uploaded=entry.is_uploaded, is_acknowledged=entry.is_acknowledged)
-        with new_file(path.with_name(path.name + _STATE), direct=False) as file:
+        with new_file(state_file(path), direct=False) as file:
             file.write(state.model_dump_json().encode())
 
     def _found(self) -> list[SpoolEntry]:
@@ -291,70 +247,35 @@ class Spool:
         for temporary in self.directory.glob(f"{TEMPORARY}*"):
             temporary.unlink(missing_ok=True)
         found: list[SpoolEntry] = []
-        for path in self.directory.glob(f"*{_SHARD}"):
-            if parse_shard_key(_key_of(path)) is None:
+        for path in self.directory.glob(f"*{SHARD}"):
+            if parse_shard_key(key_of_file(path)) is None:
                 continue
             entry = self._read_entry(path)
             if entry is None:
-                path.with_name(path.name + _STATE).unlink(missing_ok=True)
+                state_file(path).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
             else:
                 found.append(entry)
-        for state in self.directory.glob(f"*{_SHARD}{_STATE}"):
-            shard = state.with_name(state.name.removesuffix(_STATE))
-            if parse_shard_key(_key_of(shard)) is not None and not shard.exists():
+        for state in self.directory.glob(f"*{SHARD}{STATE}"):
+            shard = state.with_name(state.name.removesuffix(STATE))
+            if parse_shard_key(key_of_file(shard)) is not None and not shard.exists():
                 state.unlink(missing_ok=True)
         sync_folder(self.directory)
         return found
 
     def _read_entry(self, path: Path) -> SpoolEntry | None:
         try:
-            state = _State.model_validate_json(path.with_name(path.name + _STATE).read_bytes())
+            state = _State.model_validate_json(state_file(path).read_bytes())
         except (FileNotFoundError, ValidationError) as error:
             logger.warning("%s is of a save that died before it was whole; removed (%s)", path, type(error).__name__)
             return None
         record = state.receipt.shard
-        expected = (self._run_id, _key_of(path), path.stat().st_size)
+        expected = (self._run_id, key_of_file(path), path.stat().st_size)
         if (state.receipt.run_id, record.key, record.size) != expected:
             logger.warning("%s is not the Shard that its state describes; removed", path)
             return None
         return SpoolEntry(receipt=state.receipt, is_uploaded=state.is_uploaded, is_acknowledged=state.is_acknowledged)
 
 
-def _key_of(path: Path) -> str:
-    """The inverse of `spool_file`; not a Shard's name for a file of somebody else."""
-    parts = path.name.split(".")
-    return f"{SHARDS}{'/'.join(parts[:-1])}.{parts[-1]}"
-
-
 def _order(entry: SpoolEntry) -> tuple[int, int, int]:
     return entry.receipt.attempt.number, entry.receipt.step, entry.receipt.shard.rank
-
-
-def _make_directory(directory: Path, *, is_base_ours: bool) -> None:
-    """The directory and those above it, our own levels closed to other users."""
-    run, base = directory.parent, directory.parent.parent
-    base.parent.mkdir(parents=True, exist_ok=True)
-    ours = (base, run, directory) if is_base_ours else (run, directory)
-    for _ in range(_TRIES):
-        try:
-            base.mkdir(exist_ok=True, mode=0o700)
-            for folder in ours:
-                folder.mkdir(mode=0o700, exist_ok=True)
-                if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-                    raise StorageError(f"spool {folder} belongs to somebody else; choose another directory")
-        except FileNotFoundError:  # another node of this machine removed the Run's folder, empty, in between
-            continue
-        return
-    raise StorageError(f"spool {directory} is removed again and again; choose another directory")
-
-
-def _lock_directory(directory: Path) -> int:
-    """Held until closed, or until this process ends, however it ends."""
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise SpoolBusy(f"spool {directory} is in use by a living Keeper; end that one first") from error
-    return descriptor

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from storage.open_store import open_store
-from storage.spool import spool_directory
+from storage.spool_files import spool_directory
 from workers.contract import AttemptSpec
 from workers.dataset import TokenDataset
 from workers.errors import LoopMisused

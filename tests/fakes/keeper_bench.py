@@ -14,7 +14,7 @@ from storage.keeper_protocol import ReceiptSink
 from storage.keys import Attempt, StepKey, shard_key
 from storage.manifest import Receipt
 from storage.object_store import ObjectStore
-from storage.spool import spool_directory
+from storage.spool_files import spool_directory
 from tests.fakes.gated_store import GatedStore
 from tests.fakes.snapshot_writer import Arrays, save
 

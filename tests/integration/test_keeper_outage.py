@@ -28,7 +28,7 @@ from storage.keeper_protocol import KeeperStatus
 from storage.keys import Attempt
 from storage.manifest import Receipt
 from storage.open_store import open_store
-from storage.spool import spool_directory
+from storage.spool_files import spool_directory
 from tests.fakes.snapshot_writer import save
 from tests.servers import MotoServer
 

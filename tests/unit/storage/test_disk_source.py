@@ -17,7 +17,7 @@ from storage.manifest import ShardRecord
 from storage.memory_store import MemoryStore
 from storage.object_source import ObjectStoreSource
 from storage.sources import ShardLocation
-from storage.spool import spool_file
+from storage.spool_files import spool_file
 
 KEY = shard_key(StepKey(step=20, attempt=Attempt(number=3, nonce="0000000a")), 1)
 CONTENT = bytes(range(256)) * 1024

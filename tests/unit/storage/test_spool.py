@@ -15,7 +15,8 @@ from storage.direct_io import DiskFull, FileWriter
 from storage.errors import StorageError
 from storage.keys import Attempt, StepKey, shard_key
 from storage.manifest import AttemptRecord, Receipt, ShardRecord
-from storage.spool import Spool, open_spool, remove_spool, spool_directory, spool_file
+from storage.spool import Spool, open_spool
+from storage.spool_files import remove_spool, spool_directory, spool_file
 
 FIRST = Attempt(number=1, nonce="00000001")
 MIB = 1 << 20

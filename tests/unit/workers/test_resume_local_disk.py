@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from storage.memory_store import MemoryStore
 from storage.sources import RestorePlan
-from storage.spool import spool_file
+from storage.spool_files import spool_file
 from tests.fakes.small_training import build_state, save_alone, train_step
 from workers.resume import RestoreReport, restore
 from workers.snapshot import capture
