@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", Commit, Manifest)
 
-MAX_MANIFEST_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 256 << 20  # some four million chunks listed one by one; checked before anything is parsed
 MAX_RECORD_BYTES = 64 << 10  # a Commit or quarantine record; a real one has under 2 KiB
 
 

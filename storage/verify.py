@@ -1,6 +1,8 @@
 """Checks a committed Checkpoint against everything that was recorded of it, and lists all that is wrong.
 
-Nothing is changed or quarantined here. Needs neither torch nor ray, so it runs wherever the store can be reached.
+Two paths say what a Shard should be: the record in the Manifest, which came with its Receipt, and the Shard's own
+footer. Where they disagree it is said which of the two the stored bytes agree with. Nothing is changed or quarantined
+here. Needs neither torch nor ray, so it runs wherever the store can be reached.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ from dataclasses import dataclass
 
 import xxhash
 
+from storage.codec import digest128
 from storage.commit_log import CommitLog
 from storage.errors import CorruptCheckpoint, ObjectMissing
 from storage.frames import Fetch, decode_frame, read_index
 from storage.keys import StepKey, shard_prefix
 from storage.manifest import ChunkIndex, Commit, Frame, Manifest, ShardIndex, ShardRecord
 from storage.object_store import ObjectStore
+from storage.shard_format import TRAILER
 
 __all__ = ["Problem", "VerifyReport", "verify_commit"]
 
 _WINDOW_BYTES = 32 << 20
+_LARGEST_FOOTER = 256 << 20
 
 _ChunkIdentity = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
@@ -104,9 +109,25 @@ class _ShardCheck:
             if deep:
                 self._check_content(index)
         except CorruptCheckpoint as error:
-            self._report(error.reason)
+            self._report(f"{error.reason}; {self._footers_word()}")
         except ObjectMissing:  # deleted since the listing
             self._report("missing file")
+
+    def _footers_word(self) -> str:
+        """What the Shard says of itself where the record's word of its index does not hold."""
+        record = self._record
+        if record.size < TRAILER.size:
+            return "it is too short for a footer of its own"
+        num_bytes = TRAILER.unpack(self._fetch(record.size - TRAILER.size, TRAILER.size))[0]
+        if num_bytes > min(record.size - TRAILER.size, _LARGEST_FOOTER):
+            return f"its own footer claims {num_bytes} bytes: the Shard is wrong, not the record"
+        footer = self._fetch(record.size - TRAILER.size - num_bytes, num_bytes)
+        own = record.model_copy(update={"index_bytes": num_bytes, "index_digest": digest128(footer)})
+        try:
+            read_index(self._fetch, own, step=self._step)
+        except CorruptCheckpoint as error:
+            return f"its own footer does not hold either ({error.reason}): the Shard is wrong, not the record"
+        return f"its own footer ({num_bytes} bytes, {own.index_digest}) holds together: the record is of other bytes"
 
     def _report(self, reason: str) -> None:
         self.problems.append(Problem(key=self._record.key, reason=reason, rank=self._record.rank))
@@ -134,7 +155,14 @@ class _ShardCheck:
                 self._report(f"{chunk.name} decodes to {raw.hexdigest()}, committed {chunk.raw_digest}")
         windows.finish()
         if whole.hexdigest() != self._record.digest:
-            self._report(f"hash mismatch of the whole object: {whole.hexdigest()}, committed {self._record.digest}")
+            word = (
+                "the Shard's own index disagrees too: the Shard is wrong"
+                if self.problems
+                else "every frame agrees with the Shard's own index: the record is wrong"
+            )
+            self._report(
+                f"hash mismatch of the whole object: {whole.hexdigest()}, committed {self._record.digest}; {word}"
+            )
 
     def _check_frame(self, chunk: ChunkIndex, number: int, stored: memoryview, raw: xxhash.xxh3_64) -> bool:
         record = self._record

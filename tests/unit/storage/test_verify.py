@@ -110,6 +110,47 @@ def test_an_object_that_is_not_the_one_committed_is_found_though_all_frames_agre
     other = receipt.model_copy(update={"shard": receipt.shard.model_copy(update={"digest": "0" * 32})})
     (problem,) = verify(store, save_parts(store, replace(parts, receipts=(other,)))).problems
     assert "hash mismatch of the whole object" in problem.reason
+    assert "every frame agrees with the Shard's own index: the record is wrong" in problem.reason
+
+
+def test_where_record_and_footer_disagree_it_is_said_which_one_the_bytes_agree_with() -> None:
+    store, parts = MemoryStore(), prepare(10, world_size=1)
+    (receipt,) = parts.receipts
+    shard = receipt.shard.model_copy(update={"index_digest": "0" * 32})
+    commit = save_parts(store, replace(parts, receipts=(receipt.model_copy(update={"shard": shard}),)))
+    (problem,) = verify(store, commit, deep=False).problems
+    assert "holds together: the record is of other bytes" in problem.reason
+
+
+@pytest.mark.parametrize("distance", [5, 24, 60])
+def test_a_damaged_footer_is_told_from_a_wrong_record(distance: int) -> None:
+    store = MemoryStore()
+    commit = save(store, 10, world_size=1)
+    key = shard_key(commit.step_key, 0)
+    flip(store, key, len(store.get(key)) - distance)
+    (problem,) = verify(store, commit, deep=False).problems
+    assert "the Shard is wrong, not the record" in problem.reason
+
+
+def test_a_damaged_frame_blames_the_shard() -> None:
+    store = MemoryStore()
+    commit = save(store, 10, world_size=1)
+    flip(store, shard_key(commit.step_key, 0), 5)
+    assert "the Shard's own index disagrees too: the Shard is wrong" in verify(store, commit).problems[-1].reason
+
+
+def test_a_layout_stored_as_a_rule_is_checked_rank_by_rank() -> None:
+    store = MemoryStore()
+    commit = save(store, 10, world_size=70)
+    assert b'"first_rank"' in store.get(commit.manifest_key)
+    assert verify(store, commit).is_good
+    keys = [shard_key(commit.step_key, rank) for rank in (68, 69)]
+    parts = [store.get(key) for key in keys]
+    if len(parts[0]) == len(parts[1]):
+        store.put(keys[0], parts[1])
+    else:
+        store.delete([keys[0]])
+    assert {problem.rank for problem in verify(store, commit, deep=False).problems} == {68}
 
 
 def test_a_chunk_that_the_manifest_names_but_the_shard_lacks_is_found() -> None:
