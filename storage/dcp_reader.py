@@ -62,8 +62,10 @@ class _Part:
         start = self.item.storage_offsets[0]
         return start, start + self.item.lengths[0]
 
-    def take(self, rows: tuple[int, int], raw: bytes | memoryview) -> None:
+    def take(self, rows: tuple[int, int], raw: bytes | bytearray | memoryview) -> None:
         """Copy what this part needs of the decoded ``rows`` of its chunk."""
+        if memoryview(raw).readonly:  # torch warns of it, though nothing is written here
+            raw = bytearray(raw)
         block = torch.frombuffer(raw, dtype=named_dtype(self.chunk.dtype))
         if not self.chunk.sizes:
             self.target.copy_(block.view(self.target.shape))
