@@ -83,8 +83,8 @@ def update_error(exp_avg: Words, exp_avg_sq: Words, first: int | None, second: i
             return inf
         for number, (exact, stored) in enumerate(_updates(m, v, rounded_m, rounded_v)):
             stored -= exact
-            wrong[number] += np.dot(stored, stored)
-            whole[number] += np.dot(exact, exact)
+            wrong[number] += np.square(stored, out=stored).sum()
+            whole[number] += np.square(exact, out=exact).sum()
     if not (np.isfinite(wrong).all() and np.isfinite(whole).all()):
         return inf
     return max(sqrt(a / b) if b else (inf if a else 0.0) for a, b in zip(wrong, whole, strict=True))
