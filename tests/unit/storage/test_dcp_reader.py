@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from storage.commit_log import CommitLog
 from storage.config import CheckpointConfig
 from storage.dcp_calls import load_tensors
 from storage.dcp_reader import ManifestReader
 from storage.direct import DirectKeeper
 from storage.errors import CorruptCheckpoint, StorageError
+from storage.manifest import RowBlocks
 from storage.memory_store import MemoryStore
 from storage.object_source import ObjectStoreSource
+from storage.restore import plan_restore
 from storage.sources import RestorePlan, ShardLocation
+from tests.fakes.checkpoints import COLUMNS, RUN, save, weights
 from tests.fakes.recording_sink import RecordingSink
 from tests.fakes.small_training import ATTEMPT, RUN_ID, commit, newest_plan
 from workers.resume import read_manifest
@@ -109,3 +113,14 @@ def test_a_flipped_bit_is_named_and_reaches_no_tensor() -> None:
     with pytest.raises(CorruptCheckpoint, match=r"step 1: .*rank 0.*frame 0 .*model\.a: hash mismatch"):
         load(store, plan, loaded)
     assert not loaded["model.a"].any()
+
+
+def test_a_layout_stored_as_a_rule_loads_as_a_list_of_chunks_does() -> None:
+    store = MemoryStore()
+    save(store, 10, world_size=70)
+    plan = plan_restore(CommitLog(store, RUN), attempt=ATTEMPT)
+    assert plan is not None
+    assert isinstance(read_manifest(plan, store).tensors["w"].chunks, RowBlocks)
+    loaded = {"w": torch.zeros(70 * 8, COLUMNS)}
+    load(store, plan, loaded)
+    assert loaded["w"].numpy().tobytes() == weights(10, 70 * 8)
