@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import storage.s3_multipart
 from storage.commit_log import CommitLog
-from storage.config import CheckpointConfig
+from storage.config import CheckpointConfig, LocalDiskConfig
 from storage.direct import DirectKeeper
 from storage.keeper import Keeper
 from storage.keys import Attempt, StepKey
@@ -36,7 +36,7 @@ from tests.fakes.saving import RUN, committer_for, save_all_ranks
 
 __all__ = ["BYTES", "CATEGORIES", "Life", "attempt_of", "open_url"]
 
-CATEGORIES = ("save", "upload", "commit", "prune", "sweep")
+CATEGORIES = ("save", "spool", "upload", "commit", "prune", "sweep")
 BYTES = " bytes"
 """``upload bytes`` are those calls of an upload that carry bytes: a life may end within them."""
 
@@ -58,6 +58,7 @@ class Life:
     saves: int
     world_size: int
     use_keeper: bool
+    use_spool: bool
     sweep_orphans: bool
     category: str | None = None
     nth: int = 0
@@ -83,6 +84,8 @@ def category_of(call: Call, path: str) -> str | None:
     is_removal = call.name in _REMOVALS and "/.raysume-" not in path
     if "/raysume-run-" in path or "raysume-direct-" in path:
         return "save"
+    if "/spool/" in path:
+        return "spool"
     if "/commits" in path:
         return "prune" if is_removal else "commit"
     if "/manifests" in path:
@@ -162,7 +165,10 @@ def _save_and_retain(life: Life, store: ObjectStore) -> None:
     base_step = plan.step if plan else 0
     committer = committer_for(store, orphan_grace_s=0.0 if life.sweep_orphans else 3600.0)
     committer.sweep_dead(attempt)
-    config = CheckpointConfig(encoding="raw" if life.number % 2 else "shuffle-zstd")
+    disk = LocalDiskConfig(
+        mode="on" if life.use_spool else "off", directory=str(Path(life.arena).parent / "spool"), keep_free_bytes=0
+    )
+    config = CheckpointConfig(encoding="raw" if life.number % 2 else "shuffle-zstd", local_disk=disk)
     keeper: Keeper | DirectKeeper
     if life.use_keeper:
         keeper = Keeper(RUN, "node", store, box, config, Path(life.arena), budget_bytes=1 << 24)

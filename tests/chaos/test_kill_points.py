@@ -58,7 +58,7 @@ class Series:
         self._quiet_life()
 
     def _quiet_life(self) -> LifeRecord:
-        life = replace(self._life(), sweep_orphans=True, use_keeper=True)
+        life = replace(self._life(), sweep_orphans=True, use_keeper=True, use_spool=True)
         record = self._nursery.live(life)
         assert record.code == 0, f"{life}\n{self._nursery.errors()}"
         self._witness.hear(record)
@@ -66,8 +66,12 @@ class Series:
         return record
 
     def _killed_life(self, category: str) -> None:
+        life = self._life()
+        needs_spool = category.startswith("spool")
         life = replace(
-            self._life(),
+            life,
+            use_keeper=life.use_keeper or needs_spool,
+            use_spool=life.use_spool or needs_spool,
             category=category,
             nth=self._random.randint(1, self._usual[category]),
             fraction=self._random.choice((0.0, self._random.random(), self._random.random(), 1.0)),
@@ -93,7 +97,8 @@ class Series:
             arena=str(self._directory / f"raysume-run-{self._number}"),
             saves=self._random.randint(2, 3),
             world_size=self._random.choice((2, 3, 4)),
-            use_keeper=self._random.random() < 0.5,
+            use_keeper=self._random.random() < 0.6,
+            use_spool=self._random.random() < 0.6,
             sweep_orphans=self._random.random() < 0.3,
         )
 
@@ -123,6 +128,7 @@ def test_what_was_committed_outlives_a_kill_at_any_point(series: int, tmp_path: 
     left = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     assert not debris(open_url(str(root)), left), said
     assert not list(tmp_path.glob("raysume-run-*/buffer-*")), "shared memory of dead Keepers"
+    assert not [path for path in (tmp_path / "spool").rglob("*") if path.is_file()], "spooled Shards of dead Keepers"
 
 
 @pytest.fixture
