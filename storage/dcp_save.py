@@ -207,7 +207,8 @@ class RaysumeWriter(StorageWriter):
             attempt=AttemptRecord.of(ticket.attempt),
             world_size=ticket.world_size,
             shard=encoded.record(key),
-            tensors=tensor_layouts(header),
+            tensors=tensor_layouts(header, encoded.index),
+            lossless_fallbacks=encoded.lossless_fallbacks,
         )
         return RankReport(
             receipt=receipt, base_step=ticket.base_step, values=values, paths=paths_of(planner), aliases=aliases

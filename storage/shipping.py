@@ -111,12 +111,12 @@ def ship_snapshot(
     return upload_shard(store, receipt, sink.view(), deadline_s=config.store.deadline_s, clock=clock)
 
 
-def tensor_layouts(header: SnapshotHeader, index: ShardIndex | None = None) -> dict[str, TensorLayout]:
+def tensor_layouts(header: SnapshotHeader, index: ShardIndex) -> dict[str, TensorLayout]:
     """Every tensor named in the Snapshot with this rank's blocks; one of which it holds nothing has no blocks.
 
-    ``index``: of the Shard that was written, where tensors may be lossy.
+    ``index``: of the Shard that was written, which says what is lossy.
     """
-    bounds = {} if index is None else _bounds(index)
+    bounds = _bounds(index)
     layouts: dict[str, TensorLayout] = {}
     for chunk in header.chunks:
         known = layouts.setdefault(
