@@ -1,0 +1,198 @@
+"""The figures of saving: how long training stands still, how many bytes are stored, how fast they get there.
+
+Every peer runs in the same process on the same tensors, alternating with ours, so that a busy machine hits both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import fsspec
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from storage.config import CheckpointConfig
+from storage.keeper import Keeper
+from storage.keys import Attempt
+from storage.open_store import open_store
+from storage.shard_writer import RawChunk, encode_shard
+from tests.bench import bench_codec
+from tests.bench.figures import Figure
+from tests.bench.small_lm import trained_arrays
+from tests.fakes.recording_sink import RecordingSink
+from tests.servers import SwiftServer
+from workers.snapshot import Capture
+from workers.staging import Stager
+
+__all__ = ["stored_bytes", "throughput", "training_stall"]
+
+RUN = "bench"
+ATTEMPT = Attempt(number=1, nonce="0badcafe")
+FLUSH_S = 300.0
+Tensors = dict[str, torch.Tensor]
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def stager_into(url: str, scratch: Path, config: CheckpointConfig) -> Iterator[tuple[Stager, Keeper]]:
+    """A Stager with a Keeper in this process, its arena in shared memory."""
+    arena = Path("/dev/shm") / f"raysume-bench-{os.getpid()}-{scratch.name}"
+    keeper = Keeper(RUN, "node", open_store(url), RecordingSink(), config, arena)
+    stager = Stager(keeper, RUN, os.getpid())
+    try:
+        yield stager, keeper
+    finally:
+        stager.close()
+        keeper.close()
+        shutil.rmtree(arena, ignore_errors=True)
+
+
+def training_stall(scratch: Path, rounds: int) -> list[Figure]:
+    """About 210 MB: a plain copy into memory that is there already, our snapshot, and torch's ways of saving."""
+    tensors: Tensors = {f"model.layer.{number}": torch.randn(1310720) for number in range(40)}
+    copies = [torch.zeros_like(tensor) for tensor in tensors.values()]
+    captured = Capture(tensors=tensors, shared_state={}, rank_state={})
+    cached = DefaultStager(StagingOptions(False, False, False, False))
+    async_ways: dict[str, dict[str, Any]] = {"async": {}, "async, cached": {"async_stager": cached}}
+    seconds: dict[str, list[float]] = {"memcpy": [], "ours": [], "async": [], "async, cached": [], "fsync": []}
+    with stager_into(str(scratch / "ours"), scratch, CheckpointConfig(encoding="raw")) as (stager, keeper):
+        for step in range(rounds + 2):
+            # No encoding runs beside a measurement: what it costs training is another figure.
+            seconds["memcpy"].append(timed(lambda: [a.copy_(b) for a, b in zip(copies, tensors.values(), strict=True)]))
+            staged = stager.stage(captured, attempt=ATTEMPT, step=step + 1, rank=0, world_size=1, wait_s=60.0)
+            seconds["ours"].append(staged.stall_s)
+            if not keeper.flush(FLUSH_S):
+                raise SystemExit(f"a save was not stored within {FLUSH_S:g} s")
+            for name, options in async_ways.items():
+                peer = scratch / f"peer-{step}"
+                started = time.perf_counter()
+                future = dcp.async_save(dict(tensors), checkpoint_id=peer, **options)
+                seconds[name].append(time.perf_counter() - started)
+                future.result()
+                shutil.rmtree(peer)
+            writer = dcp.FileSystemWriter(scratch / f"synced-{step}", sync_files=True)
+            seconds["fsync"].append(timed(lambda w=writer: dcp.save(dict(tensors), storage_writer=w)))
+            shutil.rmtree(scratch / f"synced-{step}")
+    # Each of our two buffers and each of the peers' caches is met cold once: left out of all.
+    median = {name: statistics.median(values[2:]) for name, values in seconds.items()}
+
+    def row(peer: str, limit: float | None, text: str) -> Figure:
+        return Figure(
+            name=f"snapshot stall, 210 MB, against {text}",
+            ours=f"{median['ours'] * 1e3:.0f} ms",
+            peer=f"{median[peer] * 1e3:.0f} ms",
+            ratio=median["ours"] / median[peer],
+            limit=limit,
+        )
+
+    return [
+        row("memcpy", 1.10, "memcpy"),
+        row("async", None, "dcp.async_save"),
+        row("async, cached", None, "dcp.async_save, cached stager"),
+        row("fsync", None, "dcp.save with fsync"),
+    ]
+
+
+def stored_bytes(scratch: Path, steps: int) -> list[Figure]:
+    """A language model trained a little, with its AdamW moments: whole Shards against torch's files of the same."""
+    arrays = trained_arrays(steps)
+    dcp.save({name: torch.from_numpy(array) for name, array in arrays.items()}, checkpoint_id=scratch / "raw")
+    raw = sum(file.stat().st_size for file in (scratch / "raw").rglob("*") if file.is_file())
+    figures = []
+    encoding = CheckpointConfig().encoding
+    for fidelity, limit in bench_codec.LIMITS.items():
+        measured = bench_codec.measure(arrays, fidelity, encoding, 1)
+        ours = measured.ratio["whole"] * sum(array.nbytes for array in arrays.values())
+        error = f", update error {measured.update_error:.1e}" if measured.update_error else ""
+        figures.append(
+            Figure(
+                name=f"bytes of a Checkpoint, {fidelity}{error}",
+                ours=f"{ours / 1e6:.1f} MB",
+                peer=f"{raw / 1e6:.1f} MB",
+                ratio=ours / raw,
+                limit=limit,
+            )
+        )
+    return figures
+
+
+def throughput(scratch: Path, megabytes: int) -> list[Figure]:
+    """Encode and upload of several ranks' Snapshots to an S3 server, against the slower of its two halves alone."""
+    values = torch.randn(megabytes * 250_000, generator=torch.Generator().manual_seed(1))
+    raw_bytes = values.nbytes
+    config = CheckpointConfig(local_disk={"mode": "off"})  # type: ignore[arg-type]
+    chunk = RawChunk(
+        name="model.w",
+        dtype="float32",
+        offsets=(0,),
+        sizes=(values.numel(),),
+        level="L1",
+        itemsize=4,
+        data=values.numpy().data.cast("B"),
+    )
+    encode_s = []
+    encoded = b""
+    for _ in range(2):
+        started = time.perf_counter()
+        encoded = bytes(encode_shard([chunk], step=1, attempt=ATTEMPT, rank=0, config=config).data)
+        encode_s.append(time.perf_counter() - started)
+    with _swift(scratch) as endpoint:
+        files = fsspec.filesystem("s3", endpoint_url=endpoint, skip_instance_cache=True)
+        put_s = [timed(lambda n=number: files.pipe_file(f"bench/raw/{n}", encoded)) for number in range(4)]
+        tensors = [part.clone() for part in values.chunk(4)]
+        with stager_into("s3://bench/run", scratch, config) as (stager, keeper):
+            spans = []
+            for step in (1, 2, 3):
+                started = time.perf_counter()
+                for rank, tensor in enumerate(tensors):
+                    captured = Capture(tensors={f"model.{rank}": tensor}, shared_state={}, rank_state={})
+                    stager.stage(captured, attempt=ATTEMPT, step=step, rank=rank, world_size=4, wait_s=60.0)
+                if not keeper.flush(FLUSH_S):
+                    raise SystemExit(f"a save was not stored within {FLUSH_S:g} s")
+                spans.append(time.perf_counter() - started)
+    rates = {"codec": raw_bytes / min(encode_s), "s3fs put": raw_bytes / min(put_s)}
+    slower = min(rates, key=lambda name: rates[name])
+    ours = raw_bytes / min(spans)
+    return [
+        Figure(
+            name=f"encode and upload, {raw_bytes / 1e6:.0f} MB to S3, against the slower half ({slower})",
+            ours=f"{ours / 1e6:.0f} MB/s",
+            peer=f"{rates[slower] / 1e6:.0f} MB/s",
+            ratio=ours / rates[slower],
+            limit=0.90,
+            at_least=True,
+        )
+    ]
+
+
+@contextlib.contextmanager
+def _swift(scratch: Path) -> Iterator[str]:
+    directory = scratch / "swift"
+    directory.mkdir()
+    swift = SwiftServer(directory).start()
+    try:
+        keys = {"aws_access_key_id": swift.access_key, "aws_secret_access_key": swift.secret_key}
+        boto3.client("s3", endpoint_url=swift.endpoint, region_name="us-east-1", **keys).create_bucket(Bucket="bench")
+        os.environ.update({name.upper(): key for name, key in keys.items()})
+        os.environ.update({"AWS_ENDPOINT_URL": swift.endpoint, "AWS_DEFAULT_REGION": "us-east-1"})
+        yield swift.endpoint
+    finally:
+        swift.stop()
+
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
