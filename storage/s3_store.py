@@ -34,6 +34,7 @@ _MIB = 1 << 20
 _CHUNK = 1 * _MIB
 _PARALLEL = 16
 _CONNECT_DEADLINE_S = 10.0
+_NO_DEADLINE_S = 86_400.0
 _LONGEST_BYTES = 1 << 43
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
 # At DEBUG these write whole requests, with their signatures and session tokens.
@@ -313,7 +314,7 @@ def _client_settings(config: StoreConfig) -> dict[str, Any]:
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "connect_timeout": _CONNECT_DEADLINE_S,
-        "read_timeout": config.deadline_s,
+        "read_timeout": _NO_DEADLINE_S,  # every request has a deadline of ours, and it scales with the bytes
         "retries": {"mode": "standard", "total_max_attempts": 1},
         "max_pool_connections": 2 * _PARALLEL,
     }

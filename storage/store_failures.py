@@ -50,7 +50,7 @@ def failure_of(operation: str, key: str, error: Exception, where: str, text: str
             return ObjectMissing(key, where)
     if isinstance(error, FileExistsError):
         return ObjectExists(key)
-    reason = f"{name}: {text} ({where})"
+    reason = f"{' '.join(part for part in (name, code) if part)}: {text} ({where})"
     if name == "NoCredentialsError" and not was_reached:
         return StoreRefused(operation, key, f"access denied: {reason}")
     refused = 300 <= status < 500 and status not in _PASSING_STATUS and code not in _PASSING_CODES

@@ -10,6 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,13 +71,35 @@ def s3_env(swift_server: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> str:
     return swift_server.endpoint
 
 
-@pytest.fixture
-def bucket(s3_env: str) -> str:
-    """A new, empty bucket on Swift."""
+@pytest.fixture(scope="session")
+def swift_client(swift_server: SwiftServer) -> Any:
+    """A plain client of Swift for what tests prepare and look up; making one takes long."""
+    return plain_client(swift_server)
+
+
+@pytest.fixture(scope="session")
+def moto_client(moto_server: MotoServer) -> Any:
+    return plain_client(moto_server)
+
+
+def plain_client(server: SwiftServer | MotoServer) -> Any:
     import boto3
 
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=server.access_key,
+        aws_secret_access_key=server.secret_key,
+    )
+
+
+@pytest.fixture
+def bucket(s3_env: str, swift_client: Any) -> str:
+    """A new, empty bucket on Swift."""
+    del s3_env  # for whoever opens the bucket
     name = f"test-{uuid.uuid4().hex[:16]}"
-    boto3.client("s3", endpoint_url=s3_env).create_bucket(Bucket=name)
+    swift_client.create_bucket(Bucket=name)
     return name
 
 

@@ -50,11 +50,10 @@ def proxy(request: pytest.FixtureRequest, s3_env: str) -> Iterator[QuirkProxy]:
 
 
 @pytest.fixture
-def client(proxy: QuirkProxy) -> Any:
+def client(request: pytest.FixtureRequest, proxy: QuirkProxy) -> Any:
     """Past the proxy."""
-    import boto3
-
-    return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{proxy.backend_port}")
+    name = "swift" if proxy.backend_port == request.getfixturevalue("swift_server").port else "moto"
+    return request.getfixturevalue(f"{name}_client")
 
 
 @pytest.fixture
@@ -342,10 +341,11 @@ store.put("large", open(sys.argv[3], "rb").read(), deadline_s=60.0)
 """
 
 
-def test_after_a_sigkill_another_process_goes_on_with_the_upload(swift_server: Any, s3_env: str, tmp_path: Any) -> None:
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=s3_env)
+def test_after_a_sigkill_another_process_goes_on_with_the_upload(
+    swift_server: Any, swift_client: Any, s3_env: str, tmp_path: Any
+) -> None:
+    del s3_env
+    client = swift_client
     name = f"test-{secrets.token_hex(8)}"
     client.create_bucket(Bucket=name)
     data = os.urandom(6 * _PART)

@@ -1,4 +1,4 @@
-"""The conformance suite and what is special to S3, over HTTP.
+"""What is special to S3, over HTTP. The conformance suite runs in test_object_store_faults.
 
 Real: s3fs, botocore, sockets, a server process (moto). Stalls are played by a socket that accepts and never answers.
 """
@@ -20,14 +20,12 @@ import pytest
 from storage.commit_log import CommitLog
 from storage.config import StoreConfig
 from storage.errors import ObjectExists, StoreRefused, StoreUnavailable
-from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from storage.restore import plan_restore
 from storage.retrying import RetryingStore
 from storage.s3_store import S3Store
 from storage.verify import verify_commit
 from tests.fakes.checkpoints import RUN, attempt, save
-from tests.unit.storage.object_store_conformance import ObjectStoreConformance
 
 _MIB = 1 << 20
 
@@ -90,12 +88,6 @@ def bucket(client: Any) -> str:
 @pytest.fixture
 def config(endpoint: str) -> StoreConfig:
     return StoreConfig(endpoint_url=endpoint, retries=0, min_bytes_per_s=1e8)
-
-
-class TestConformance(ObjectStoreConformance):
-    @pytest.fixture(params=["below a prefix", "whole bucket"])
-    def store(self, request: pytest.FixtureRequest, bucket: str, config: StoreConfig) -> ObjectStore:
-        return open_store(f"s3://{bucket}/a/run" if request.param == "below a prefix" else f"s3://{bucket}", config)
 
 
 def test_a_listing_sees_what_another_process_just_wrote(bucket: str, config: StoreConfig, client: Any) -> None:

@@ -65,12 +65,14 @@ class Request:
 
 @dataclass
 class Answer:
-    """What a client gets."""
+    """What a client gets: the body, then nothing until ``stall`` is set; the head promises ``stated_length``."""
 
     status: int
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     has_length: bool = True
+    stated_length: int | None = None
+    stall: threading.Event | None = None
 
 
 Forward = Callable[[Request], Answer]
@@ -172,14 +174,17 @@ class QuirkProxy:
                     self.end_headers()
                     return
                 if answer.has_length:
-                    stated = answer.headers.get("X-Test-Length", str(len(answer.body)))
-                    self.send_header("Content-Length", stated)
+                    stated = len(answer.body) if answer.stated_length is None else answer.stated_length
+                    self.send_header("Content-Length", str(stated))
                 else:
                     self.send_header("Connection", "close")
                     self.close_connection = True
                 self.end_headers()
                 self.wfile.write(answer.body)
-                if "X-Test-Length" in answer.headers:
+                self.wfile.flush()
+                if answer.stall is not None:
+                    answer.stall.wait(120.0)
+                if answer.stated_length is not None:
                     self.close_connection = True
 
             def _reset(self) -> None:
