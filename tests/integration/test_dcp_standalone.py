@@ -1,6 +1,7 @@
-"""Saves and loads of plain torch programs at two and three ranks. Real: processes, gloo, DCP, codec, local store.
+"""Saves and loads of plain torch programs, alone and at two and three ranks, without Ray.
 
-All worlds are formed by the same processes, one after the other.
+Real: processes, gloo, DCP, codec, the local store and an S3 server over HTTP. All worlds are formed by the same
+processes, one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from storage import RaysumeReader, RaysumeWriter
 from storage.commit_log import CommitLog
 from storage.local_store import LocalStore
 from storage.verify import verify_commit
@@ -112,3 +116,16 @@ def test_async_saves_beside_training_collectives_finish_on_their_own_group(folde
 def test_what_was_saved_verifies(folder: Path, name: str) -> None:
     log = log_of(folder, name)
     assert all(verify_commit(log.store, log, commit).is_good for commit in log.commits())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_process_saves_to_and_loads_from_an_s3_server(bucket: str) -> None:
+    url = f"s3://{bucket}/some/run"
+    tensors = {"w": torch.randn(1000, 100)}
+    dcp.save({"model": tensors, "step": 1}, storage_writer=RaysumeWriter(url, step=1, keep=1))
+    dcp.async_save({"model": tensors, "step": 2}, storage_writer=RaysumeWriter(url, step=2, keep=1)).result(timeout=60)
+    state = {"model": {"w": torch.zeros(1000, 100)}, "step": 0}
+    reader = RaysumeReader(url)
+    dcp.load(state, storage_reader=reader)
+    assert (state["step"], reader.step) == (2, 2)
+    assert torch.equal(state["model"]["w"], tensors["w"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from storage import RaysumeReader, RaysumeWriter
+from storage import RaysumeReader, RaysumeWriter, dcp_lineage
 from storage.commit_log import CommitLog
+from storage.dcp_lineage import Lineage
 from storage.dcp_standalone import load, own_errors
 from storage.errors import CommitRefused, CorruptCheckpoint, ManifestMismatch, ObjectMissing, StorageError
 from storage.keys import JOURNAL
@@ -173,9 +175,23 @@ def test_a_corrupt_newest_falls_back_and_stays_out_of_use(tmp_path: Path, caplog
     assert steps(tmp_path) == [1]
 
 
-def test_a_change_after_async_save_returned_is_not_stored_and_a_load_waits(tmp_path: Path) -> None:
-    """B19, B20."""
+def test_a_change_after_async_save_returned_is_not_stored_and_a_load_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B19, B20. Nothing of step 7 is written before the load looks for it."""
     save(tmp_path, 6)
+    is_looked_for, put, wait = threading.Event(), LocalStore.put, Lineage.wait_for_saves
+
+    def gated_put(store: LocalStore, key: str, data: bytes | memoryview, **options: Any) -> None:
+        assert is_looked_for.wait(30)
+        put(store, key, data, **options)
+
+    def announced_wait(lineage: Lineage, timeout_s: float) -> None:
+        is_looked_for.set()
+        wait(lineage, timeout_s)
+
+    monkeypatch.setattr(LocalStore, "put", gated_put)
+    monkeypatch.setattr(Lineage, "wait_for_saves", announced_wait)
     what = {**state(7), "w": torch.ones(1000, 1000), "tied": None, "values": [1, 2]}
     what["tied"] = what["w"]
     future = dcp.async_save(what, storage_writer=RaysumeWriter(tmp_path, step=7))
@@ -221,8 +237,6 @@ def test_a_save_that_goes_back_makes_the_later_ones_void(tmp_path: Path) -> None
 
 def test_a_process_that_was_overtaken_saves_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
-    from storage import dcp_lineage
-
     ours = dict(dcp_lineage._lineages)
     monkeypatch.setattr(dcp_lineage, "_lineages", {})  # as another process would begin
     save(tmp_path, 20)
