@@ -11,6 +11,14 @@ from tests.runs import GLOBAL_BATCH, NUM_ROWS, RunProcess, RunResult, make_run, 
 STEPS = NUM_ROWS // GLOBAL_BATCH  # one epoch: every row is consumed exactly once
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What seeded tests did, and the seed that repeats it, also where they passed."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "seeded":
+                terminalreporter.write_line(str(value))
+
+
 @pytest.fixture(scope="session")
 def data_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     url = str(tmp_path_factory.mktemp("rows"))

@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from tests.chaos.kill_points import CATEGORIES, Life, open_url
 from tests.chaos.killed_lives import LifeRecord, Nursery, Witness, debris
 from tests.servers import MotoServer
 from tests.servers.process import ServerProcess
+
+Recorder = Callable[[str, object], None]
 
 SEED = int(os.environ.get("RAYSUME_KILL_SEED", "20260917"))
 KILLS_IN_A_ROW = 20
@@ -118,13 +120,15 @@ def series_of(number: int) -> list[object]:
 
 
 @pytest.mark.parametrize("series", series_of(NUM_SERIES))
-def test_what_was_committed_outlives_a_kill_at_any_point(series: int, tmp_path: Path) -> None:
+def test_what_was_committed_outlives_a_kill_at_any_point(
+    series: int, tmp_path: Path, record_property: Recorder
+) -> None:
     root = tmp_path / "store"
     with Nursery(tmp_path, child_env(tmp_path)) as nursery:
         lives = Series(nursery, str(root), tmp_path, SEED + series)
         lives.run(KILLS_IN_A_ROW)
     said = f"RAYSUME_KILL_SEED={SEED} series {series}: {lives.report()}"
-    print(said)
+    record_property("seeded", said)
     left = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     assert not debris(open_url(str(root)), left), said
     assert not list(tmp_path.glob("raysume-run-*/buffer-*")), "shared memory of dead Keepers"
@@ -149,7 +153,7 @@ def small_part_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.mark.slow
 @pytest.mark.parametrize("series", range(NUM_S3_SERIES))
 def test_the_same_on_s3_with_uploads_of_many_parts(
-    series: int, small_part_server: ServerProcess, tmp_path: Path
+    series: int, small_part_server: ServerProcess, tmp_path: Path, record_property: Recorder
 ) -> None:
     s3 = boto3.client("s3", endpoint_url=small_part_server.endpoint)
     s3.create_bucket(Bucket="runs")
@@ -158,7 +162,7 @@ def test_the_same_on_s3_with_uploads_of_many_parts(
         lives = Series(nursery, url, tmp_path, SEED + series)
         lives.run(S3_KILLS_IN_A_ROW)
     said = f"RAYSUME_KILL_SEED={SEED} S3 series {series}: {lives.report()}"
-    print(said)
+    record_property("seeded", said)
     pages = s3.get_paginator("list_objects_v2").paginate(Bucket="runs", Prefix="run/")
     left = {entry["Key"].removeprefix("run/") for page in pages for entry in page.get("Contents", ())}
     assert left

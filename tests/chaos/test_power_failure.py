@@ -10,7 +10,8 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,6 +27,8 @@ from tests.chaos.killed_lives import LifeRecord, Witness
 from tests.fakes.power_failure_store import DiskRecord, Mark, materialise, recording
 from tests.fakes.recording_sink import RecordingSink
 from tests.fakes.saving import committer_for, save_all_ranks
+
+Recorder = Callable[[str, object], None]
 
 SEED = int(os.environ.get("RAYSUME_KILL_SEED", "20260917"))
 ROOT = Path("volume") / "runs" / "run"  # folders that do not exist either
@@ -61,13 +64,21 @@ def _work(record: DiskRecord, *, attempt: int, first: int, last: int) -> None:
     committer = committer_for(store, orphan_grace_s=0.0)
     committer.sweep_dead(attempt_of(attempt))
     with DirectKeeper(store, sink, CheckpointConfig()) as keeper:
+        save = partial(
+            save_all_ranks,
+            committer,
+            keeper,
+            sink,
+            attempt=attempt_of(attempt),
+            base_step=first - 1,
+            world_size=WORLD,
+        )
         for step in range(first, last + 1):
-            world = {"attempt": attempt_of(attempt), "base_step": first - 1, "world_size": WORLD}
-            save_all_ranks(committer, keeper, sink, step=step, **world)
+            save(step=step)
             record.mark("committed", step)
             committer.retain()
         with patch.object(committer, "commit"):  # dies before its Commit
-            save_all_ranks(committer, keeper, sink, step=last + 1, **world)
+            save(step=last + 1)
 
 
 def heard(marks: list[Mark]) -> LifeRecord:
@@ -98,10 +109,10 @@ def check_states(record: DiskRecord, states: int, place: Path) -> None:
 
 
 @pytest.mark.parametrize("states", [300, pytest.param(3000, marks=pytest.mark.slow)])
-def test_what_was_committed_outlives_a_power_failure(states: int, workplace: Path) -> None:
+def test_what_was_committed_outlives_a_power_failure(states: int, workplace: Path, record_property: Recorder) -> None:
     record = record_of_work(workplace / f"record-{states}")
     check_states(record, states, workplace)
-    print(f"RAYSUME_KILL_SEED={SEED}: {states} states of {len(record.events)} recorded calls")
+    record_property("seeded", f"RAYSUME_KILL_SEED={SEED}: {states} states of {len(record.events)} recorded calls")
 
 
 def test_a_disk_that_ignores_sync_is_found_out(workplace: Path) -> None:

@@ -18,9 +18,11 @@ import pytest
 import storage.spool
 from storage.codec import digest128
 from storage.config import LocalDiskConfig
+from storage.direct_io import FileWriter
 from storage.keys import StepKey, parse_shard_key, shard_key
 from storage.manifest import AttemptRecord, Receipt, ShardRecord
 from storage.spool import Spool
+from storage.spool_files import drop_copy
 from tests.fakes.checkpoints import RUN, attempt
 from tests.fakes.power_failure_store import DiskRecord, Mark, materialise, recording
 
@@ -72,7 +74,7 @@ def opened(top: Path) -> Spool:
 def record_of_work(top: Path, *, honours_sync: bool = True) -> DiskRecord:
     """Two Keepers after one another: Shards added, uploaded and acknowledged, so that older ones are dropped."""
     top.mkdir()
-    drop = storage.spool.drop_copy
+    drop = drop_copy
     with recording(top, honours_sync=honours_sync) as record:
 
         def announced(directory: Path, key: str) -> None:
@@ -91,7 +93,7 @@ def _work(record: DiskRecord, steps: range) -> None:
         for rank in range(RANKS):
             key, receipt = key_of(step, rank), receipt_of(step, rank)
 
-            def write(file: storage.spool.FileWriter, step: int = step, rank: int = rank) -> Receipt:
+            def write(file: FileWriter, step: int = step, rank: int = rank) -> Receipt:
                 file.write(content_of(step, rank))
                 return receipt_of(step, rank)
 

@@ -50,7 +50,7 @@ def _promise(rows: int, encoding: str, stored_bytes: int) -> bytes:
     """The index of one frame of ``rows`` bytes."""
     frame = {"rows": [0, rows], "offset": 0, "stored_bytes": stored_bytes, "raw_bytes": rows, "digest": "0" * 16}
     chunk = {"name": "w", "dtype": "uint8", "offsets": [0], "sizes": [rows], "level": "L1", "encoding": encoding}
-    chunk |= {"bound": None, "raw_digest": "0" * 16, "frames": [frame]}
+    chunk |= {"raw_digest": "0" * 16, "frames": [frame]}
     attempt = {"number": 1, "nonce": "00000001"}
     return json.dumps({"version": 1, "step": STEP, "attempt": attempt, "rank": 0, "chunks": [chunk]}).encode()
 
@@ -87,7 +87,7 @@ def _chunk(name: str = "w", rows: int = 8) -> RawChunk:
 def _shard() -> list[bytes]:
     inputs = []
     for encoding in ENCODINGS:
-        config = CheckpointConfig(encoding=encoding)  # type: ignore[arg-type]
+        config = CheckpointConfig(encoding=encoding)
         encoded = encode_shard([_chunk(), _chunk("b", 1)], step=STEP, attempt=KEY.attempt, rank=0, config=config)
         content = bytes(encoded.data)
         split = len(content) - TRAILER_BYTES - encoded.index_bytes

@@ -229,7 +229,8 @@ def test_nothing_that_runs_stored_bytes_is_called() -> None:
     for package in ("storage", "workers", "orchestrator"):
         for path in (REPOSITORY / package).glob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                found += [f"{path.name}:{node.lineno}" for call in [node] if isinstance(call, ast.Call) and _runs(call)]
+                if isinstance(node, ast.Call) and _runs(node):
+                    found.append(f"{path.name}:{node.lineno}")
     assert not found
 
 
