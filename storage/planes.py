@@ -40,7 +40,10 @@ _TUNED_UP_TO: Final = 2
 
 
 def encode_planes(raw: Buffer, itemsize: int, level: int) -> bytes:
-    """``raw`` as planes, or verbatim where it is small or does not shrink. ``level`` is zstd's."""
+    """``raw`` as planes, or verbatim where it is small or does not shrink.
+
+    Every ``level`` of zstd up to 2 gives the same; a higher one is tried besides, and the smaller result taken.
+    """
     flat = np.frombuffer(raw, np.uint8)
     if itemsize < 1 or flat.size % itemsize:
         raise CodecError(f"{flat.size} bytes are not a whole number of {itemsize}-byte elements")
@@ -107,7 +110,9 @@ def _encode_plane(plane: Bytes, level: int) -> tuple[int, bytes]:
     if varying & (varying - 1) == 0:
         # A single bit that varies, as a sign does: zstd would find chance repetitions and need more than one bit.
         return _BIT, bytes([low, varying]) + np.packbits(plane != low).tobytes()
-    compressed = _compressor(level).compress(plane.data)
+    compressed = zstandard.ZstdCompressor(compression_params=_tuned()).compress(plane.data)
+    if level > _TUNED_UP_TO:
+        compressed = min(compressed, zstandard.ZstdCompressor(level=level).compress(plane.data), key=len)
     return (_ZSTD, compressed) if len(compressed) < plane.size else (_RAW, plane.tobytes())
 
 
@@ -140,12 +145,6 @@ def _split(content: memoryview, sizes: Sequence[int]) -> list[tuple[int, memoryv
 
 
 @cache
-def _parameters(level: int) -> zstandard.ZstdCompressionParameters:
-    if level > _TUNED_UP_TO:
-        return zstandard.ZstdCompressionParameters.from_level(level)
+def _tuned() -> zstandard.ZstdCompressionParameters:
     # Planes hold few true repetitions: looking for short ones costs time and bytes, where entropy coding does it all.
     return zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
-
-
-def _compressor(level: int) -> zstandard.ZstdCompressor:
-    return zstandard.ZstdCompressor(compression_params=_parameters(level))

@@ -178,7 +178,7 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument(
         "--state", type=Path, help="keep the trained state here (.npz), and take it from here next time"
     )

@@ -81,6 +81,13 @@ def test_planes_make_floating_point_numbers_smaller_than_shuffling_does() -> Non
     assert len(encode(raw, 4, "planes-zstd", 1)) < 0.97 * len(encode(raw, 4, "shuffle-zstd", 1))
 
 
+def test_a_higher_level_never_makes_planes_larger() -> None:
+    rng = np.random.default_rng(0)
+    for raw in (rng.normal(0, 1, 1 << 16).astype(np.float32), np.arange(1 << 16, dtype=np.int32)):
+        sizes = [len(encode(raw.tobytes(), 4, "planes-zstd", level)) for level in (1, 3, 9, 19)]
+        assert max(sizes) == sizes[0]
+
+
 def test_a_plane_of_one_changing_bit_takes_one_bit_a_number() -> None:
     signs = np.where(np.random.default_rng(0).random(1 << 16) < 0.5, -1.0, 1.0).astype(np.float32)
     assert len(encode(signs.tobytes(), 4, "planes-zstd", 1)) < (1 << 13) + 64
