@@ -35,9 +35,7 @@ def record_findings(store: ObjectStore, listing: Sequence[ObjectEntry], run_id: 
     uploads = unfinished_uploads(store)
     if uploads:
         shown = ", ".join(uploads[:3]) + (" ..." if len(uploads) > 3 else "")
-        text = (
-            f"{len(uploads)} uploads were begun and not ended ({shown}): under way, or remains of one that was cut off"
-        )
+        text = f"unfinished uploads: {len(uploads)} ({shown}); under way, or remains of one that was cut off"
         yield "note", text, None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from pathlib import Path
 
@@ -84,11 +85,15 @@ def test_the_doctor_names_what_is_lost_on_an_object_store(url: str) -> None:
     content = bytearray(store.get(key))
     content[4] ^= 1
     store.put(key, bytes(content))
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/shards/half")
     ended = run("doctor", url, "--deep", "--json")
     assert ended.exit_code == CheckpointsCode.CORRUPT
     told = json.loads(ended.stdout)
     assert told["resume"]["step"] == 20
     assert {one["key"] for one in told["findings"] if one["severity"] == "damage"} == {key}
+    assert any("unfinished uploads: 1 (shards/half)" in one["text"] for one in told["findings"])
 
 
 def test_a_bucket_that_does_not_exist_is_refused_and_an_empty_prefix_is_empty(url: str) -> None:
