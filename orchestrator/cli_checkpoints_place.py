@@ -106,18 +106,19 @@ def ending(url: str) -> Iterator[None]:
 
 def code_of(error: Exception) -> CheckpointsCode:
     """Which way a command ends for an error of the store."""
-    from storage.copying import CopyRefused
-    from storage.errors import CorruptCheckpoint, ObjectMissing, StoreRefused
+    from storage.errors import CorruptCheckpoint, ObjectMissing, StoreRefused, StoreUnavailable
 
     match error:
-        case StoreRefused() | CopyRefused():
+        case StoreRefused():
             return CheckpointsCode.REFUSED
+        case StoreUnavailable():
+            return CheckpointsCode.UNREACHABLE
         case CorruptCheckpoint():
             return CheckpointsCode.CORRUPT
         case ObjectMissing():
             return CheckpointsCode.NOT_FOUND
-        case _:
-            return CheckpointsCode.UNREACHABLE
+        case _:  # a copy over something else, a format of another version
+            return CheckpointsCode.REFUSED
 
 
 def fail(code: CheckpointsCode, message: str) -> NoReturn:

@@ -6,7 +6,7 @@ Which Checkpoints go is storage.retention's choice, how they go storage.sweeper'
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 from storage.commit_log import CommitLog
 from storage.inventory import CutOffSave, Inventory, take_inventory
@@ -55,8 +55,12 @@ class PruneResult:
 
 
 def age_s_of(commit: Commit, now_s: float) -> float:
-    """Seconds since the Commit by its writer's clock; never negative."""
-    return max(0.0, now_s - datetime.fromisoformat(commit.time_utc).timestamp())
+    """Seconds since the Commit by its writer's clock, never negative; 0 where its time cannot be read: never old."""
+    try:
+        time = datetime.fromisoformat(commit.time_utc)
+        return max(0.0, now_s - (time if time.tzinfo is not None else time.replace(tzinfo=UTC)).timestamp())
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def prune(store: ObjectStore, wish: PruneWish, *, now_s: float) -> PruneResult:

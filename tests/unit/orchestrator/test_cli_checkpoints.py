@@ -12,6 +12,7 @@ from orchestrator.cli import app
 from orchestrator.cli_checkpoints import CheckpointsCode
 from orchestrator.exit_codes import ExitCode
 from storage.commit_log import CommitLog
+from storage.errors import StoreUnavailable
 from storage.manifest import AttemptRecord, Commit, LedgerRange
 from storage.open_store import open_store
 from tests.fakes.checkpoints import RUN, TIME, attempt, prepare, write_shards
@@ -142,3 +143,24 @@ def test_an_unreadable_record_that_is_quarantined_is_out_of_use(tmp_path: Path) 
     newest = log.commits()[-1].step_key
     log.quarantine(newest, cut_commit(tmp_path, 20), "cut", "2026-01-01T00:00:00Z")
     assert runner.invoke(app, ["checkpoints", "verify", str(tmp_path)]).exit_code == 0
+
+
+def test_a_commit_whose_time_makes_no_sense_is_listed_like_any_other(tmp_path: Path) -> None:
+    log = committed_run(tmp_path)
+    newest = log.commits()[-1]
+    odd = newest.model_copy(update={"time_utc": "yesterday"})
+    (tmp_path / newest.object_key).write_bytes(odd.model_dump_json().encode())
+    for command in (["checkpoints", "list"], ["checkpoints", "show"], ["checkpoints", "verify"], ["doctor"]):
+        assert runner.invoke(app, [*command, str(tmp_path)]).exit_code == 0
+
+
+def test_an_outage_has_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed_run(tmp_path)
+
+    def away(*_: object, **__: object) -> None:
+        raise StoreUnavailable("list", "commits/", "no answer")
+
+    monkeypatch.setattr(CommitLog, "scan", away)
+    for command in (["checkpoints", "list"], ["checkpoints", "verify"], ["doctor"]):
+        ended = runner.invoke(app, [*command, str(tmp_path)])
+        assert ended.exit_code == CheckpointsCode.UNREACHABLE == ExitCode.STORAGE_OUTAGE.value
