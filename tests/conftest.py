@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.s3_stores import new_bucket
 from tests.servers import DelayProxy, HaproxyProxy, MotoServer, QuirkProxy, SwiftServer
 from tests.servers.swift_server import keeps_xattrs
 
@@ -98,9 +98,7 @@ def plain_client(server: SwiftServer | MotoServer) -> Any:
 def bucket(s3_env: str, swift_client: Any) -> str:
     """A new, empty bucket on Swift."""
     del s3_env  # for whoever opens the bucket
-    name = f"test-{uuid.uuid4().hex[:16]}"
-    swift_client.create_bucket(Bucket=name)
-    return name
+    return new_bucket(swift_client)
 
 
 @pytest.fixture
@@ -131,3 +129,20 @@ def quirk_proxy(swift_server: SwiftServer) -> Iterator[QuirkProxy]:
         yield proxy
     finally:
         proxy.stop()
+
+
+@pytest.fixture
+def moto_quirks(moto_server: MotoServer, s3_env: str) -> Iterator[QuirkProxy]:
+    """In front of moto, with a rule of the test's own for every request."""
+    del s3_env
+    proxy = QuirkProxy(moto_server.port).start()
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
+
+
+@pytest.fixture
+def moto_bucket(moto_client: Any) -> str:
+    """A new, empty bucket on moto."""
+    return new_bucket(moto_client)

@@ -1,4 +1,4 @@
-"""What is special to S3, over HTTP. The conformance suite runs in test_object_store_faults.
+"""What is special to S3, over HTTP. The conformance suite: test_object_store_conformance.
 
 Real: s3fs, botocore, sockets, a server process (moto). Stalls are played by a socket that accepts and never answers.
 """
