@@ -201,7 +201,7 @@ class Coordinator:
             self._take_news(request)
             self._consult_policy()
             settled = self._pending.settled_steps()
-            if self._store.trouble is not None:
+            if self._store.trouble is not None or self._delays:
                 # Nothing of them is left in a Keeper: they must not keep newer Snapshots out of it for a whole outage.
                 settled += self._pending.whole_steps
             return ExchangeReply(attempt=request.attempt, order=self._order, settled_steps=settled, is_current=True)

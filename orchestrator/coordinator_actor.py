@@ -28,6 +28,7 @@ from workers.contract import ExchangeReply, ExchangeRequest
 
 __all__ = ["MAX_CALLS", "CoordinatorActor", "CoordinatorShell", "coordinator_name", "utc_now"]
 
+_ANSWER_S = 10.0  # records are small: a store that takes longer is as good as away
 _GRACE_S = 60.0  # a Commit outlasts checkpoint.max_outage_s by this: it is the controller that ends the Run
 _GC_OBJECTS = 50_000
 MAX_CALLS = 64  # concurrent calls: Keepers, rank 0, the controller's waits
@@ -65,7 +66,11 @@ class CoordinatorShell:
         gc.set_threshold(_GC_OBJECTS, 20, 20)
         # Few tries in one call: an outage is noticed soon, and who outlasts it is decided above.
         few_tries = config.store.model_copy(update={"retries": min(1, config.store.retries)})
-        store = PatientStore(open_store(root_url, few_tries), limit_s=config.max_outage_s + _GRACE_S)
+        store = PatientStore(
+            open_store(root_url, few_tries),
+            limit_s=config.max_outage_s + _GRACE_S,
+            deadline_s=min(_ANSWER_S, config.store.deadline_s),
+        )
         committer = Committer(
             run_id=run_id,
             store=store,

@@ -169,7 +169,8 @@ def test_an_attempt_that_breaks_in_an_outage_goes_on_from_the_snapshot_that_the_
     assert_history_is_whole(run)
 
 
-def test_an_outage_that_is_too_long_ends_the_run_and_the_next_driver_goes_on(run: RunSetup, swift: SwiftServer) -> None:
+def end_by_outage(run: RunSetup, swift: SwiftServer) -> int:
+    """Drive ``run`` into an outage that is longer than allowed; returns the step of its newest Checkpoint."""
     with run.driver("checkpoint.max_outage_s=4", "checkpoint.leave_timeout_s=10") as driver:
         driver.wait_event("committed", lambda event: event["step"] >= 40)
         swift.kill()
@@ -186,9 +187,19 @@ def test_an_outage_that_is_too_long_ends_the_run_and_the_next_driver_goes_on(run
         assert part in end["exit_reason"]
     assert driver.events("work_at_risk")[-1]["durable_step"] == newest
     assert [event["reason"] for event in driver.events("attempt_ended")] == ["left"], "workers were not let go cleanly"
+    return int(newest)
+
+
+def test_an_outage_that_is_too_long_ends_the_run(run: RunSetup, swift: SwiftServer) -> None:
+    end_by_outage(run, swift)
+
+
+@pytest.mark.slow
+def test_a_run_that_an_outage_ended_goes_on_from_its_newest_checkpoint(run: RunSetup, swift: SwiftServer) -> None:
+    newest = end_by_outage(run, swift)
     swift.start()
-    again = run.drive(f"run.steps={newest + 100}")
     run.steps = newest + 100
+    again = run.drive(f"run.steps={run.steps}")
     assert again.code == ExitCode.SUCCESS, again.output[-6000:]
     assert again.events("attempt_started")[0]["restored_step"] == newest
     assert_newest_is_whole(run, run.steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from storage.errors import StoreUnavailable
 from storage.memory_store import MemoryStore
@@ -14,11 +14,12 @@ __all__ = ["AwayStore"]
 
 class AwayStore(MemoryStore):
     """While ``is_away`` every call on a key that begins with ``prefix`` fails; ``failed`` is set by
-    the first, ``failed_often`` by the third."""
+    the first, ``failed_often`` by the third. ``before_call`` may hold such a call up."""
 
     def __init__(self, name: str = "away", *, prefix: str = "") -> None:
         super().__init__(name)
         self.is_away = False
+        self.before_call: Callable[[], object] = lambda: None
         self.prefix = prefix
         self.num_failed = 0
         self.failed = threading.Event()
@@ -46,6 +47,8 @@ class AwayStore(MemoryStore):
         super().delete(keys, deadline_s=deadline_s)
 
     def _check(self, operation: str, key: str) -> None:
+        if key.startswith(self.prefix):
+            self.before_call()
         if self.is_away and key.startswith(self.prefix):
             self.num_failed += 1
             self.failed.set()

@@ -261,6 +261,21 @@ def test_what_a_keeper_says_of_its_trouble_is_passed_on_once_a_second_and_never_
     assert [(s.step, s.rank, s.failing_for_s) for s in delays] == [(10, 1, 1.0), (10, 1, 2.5)]
 
 
+def test_a_commit_that_hangs_keeps_no_newer_snapshot_away_once_a_keeper_speaks_of_trouble() -> None:
+    memory = AwayStore(prefix=MANIFESTS)
+    hung = threading.Event()
+    coordinator, _, store = make(memory=memory)
+    memory.before_call = lambda: hung.wait(WAIT_S)
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    for rank in range(2):
+        coordinator.deliver(receipt(store, FIRST, 10, rank))
+    assert coordinator.exchange(ExchangeRequest(attempt=FIRST)).settled_steps == ()
+    coordinator.report_delayed(FIRST, 20, 0, "no answer", 3.0)
+    assert coordinator.exchange(ExchangeRequest(attempt=FIRST)).settled_steps == (10,)
+    hung.set()
+    assert coordinator.wait_settled(10, WAIT_S)
+
+
 def test_the_store_is_asked_and_its_silence_is_an_error() -> None:
     memory = AwayStore()
     coordinator, _, _ = make(memory=memory)
