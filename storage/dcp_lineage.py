@@ -69,6 +69,7 @@ class Lineage:
         self.log = CommitLog(store, None)
         self._lock = threading.Lock()
         self._attempt: Attempt | None = None
+        self._attempts: set[Attempt] = set()
         self._base_step = 0
         self._run_id = ""
         self._last_step = -1
@@ -108,10 +109,14 @@ class Lineage:
         numbers = [commit.attempt.number for commit in scan.commits]
         numbers += [parsed[0].attempt.number for parsed in shards if parsed is not None]
         if base_step is None:
-            earlier = [commit.step for commit in history if commit.step < step]
-            base_step = max([loaded for loaded in self._loaded if loaded < step] or earlier, default=0)
+            earlier = [commit for commit in history if commit.step < step]
+            # The latest that this process has loaded or committed: a base too early would void good Checkpoints.
+            known = {loaded for loaded in self._loaded if loaded < step}
+            known |= {commit.step for commit in earlier if commit.step_key.attempt in self._attempts}
+            base_step = max(known or {commit.step for commit in earlier}, default=0)
         void = [str(commit.step) for commit in history if commit.step > base_step]
         self._attempt = Attempt(number=max(numbers, default=0) + 1, nonce=new_nonce())
+        self._attempts.add(self._attempt)
         self._base_step = base_step
         self._run_id = scan.commits[-1].run_id if scan.commits else f"dcp-{digest64(self.store.url.encode())[:8]}"
         if void:
@@ -141,7 +146,8 @@ class Lineage:
     def begin(self, step: int) -> None:
         """An async save was asked for; its thread comes later."""
         with self._lock:
-            self._under_way.append(SaveUnderWay(step=step))
+            running = [save for save in self._under_way if save.thread is None or save.thread.is_alive()]
+            self._under_way = [*running, SaveUnderWay(step=step)]
 
     def start(self, step: int) -> None:
         """This thread does the save of ``step``, if that is one that `begin` was told of."""

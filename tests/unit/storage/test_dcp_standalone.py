@@ -235,6 +235,18 @@ def test_a_save_that_goes_back_makes_the_later_ones_void(tmp_path: Path) -> None
     assert filled["step"] == 99
 
 
+def test_a_save_that_is_tried_again_voids_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    monkeypatch.setattr(dcp_lineage, "_lineages", {})  # as another process would begin
+    load(state(0), RaysumeReader(tmp_path))
+    for step in (20, 30):
+        save(tmp_path, step)
+    with pytest.raises(NotPlainValue):
+        save(tmp_path, 40, {"bad": {1}})
+    save(tmp_path, 40)
+    assert steps(tmp_path) == [10, 20, 30, 40]
+
+
 def test_a_process_that_was_overtaken_saves_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     ours = dict(dcp_lineage._lineages)
