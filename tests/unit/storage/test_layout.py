@@ -91,6 +91,12 @@ def test_one_block_that_reaches_into_the_next_is_an_overlap(num: int, twice: int
     assert "overlap" in str(fold((num * 3, 2), places))
 
 
+def test_one_block_shifted_sideways_reaches_outside() -> None:
+    places = cut((128, 2), 0, 128)
+    places[5] = (5, (5, 1), (1, 2))
+    assert "reaches outside" in str(fold((128, 2), places))
+
+
 def test_ranks_that_do_not_follow_each_other_evenly_are_listed_one_by_one() -> None:
     places = [(rank ^ 1, offsets, sizes) for rank, offsets, sizes in cut((128, 2), 0, 128)]
     stored = fold((128, 2), places)
