@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.commit_log import CommitLog, effective_history, uncommitted_steps
@@ -211,6 +211,7 @@ def test_a_manifest_of_a_later_format_is_not_called_corrupt(store: MemoryStore, 
     assert not isinstance(caught.value, CorruptCheckpoint)
 
 
+@settings(deadline=None)
 @given(
     lives=st.lists(
         st.tuples(st.integers(0, 60), st.lists(st.integers(1, 30), max_size=4, unique=True)), min_size=1, max_size=5

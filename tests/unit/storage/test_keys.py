@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.keys import (
@@ -29,6 +29,7 @@ STEP_KEYS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(key=STEP_KEYS, writer=st.none() | NONCES, rank=st.integers(0, 1_000_000))
 def test_every_name_of_ours_parses_back(key: StepKey, writer: str | None, rank: int) -> None:
     record = RecordKey(step_key=key, writer=writer)

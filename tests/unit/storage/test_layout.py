@@ -8,7 +8,7 @@ import re
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.layout import LayoutFold, cover_problem, layout_problem
@@ -50,6 +50,7 @@ def held(stored: TensorLayout) -> set[Place]:
     return {(chunk.rank, chunk.offsets, chunk.sizes) for chunk in stored.chunks}
 
 
+@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 300), min_size=1, max_size=3).map(tuple),
     num=st.integers(1, 300),
@@ -74,6 +75,7 @@ def test_a_regular_cut_comes_back_whole_whatever_the_order_and_the_copies(
     assert layout_problem(read, num * copies) is None
 
 
+@settings(deadline=None)
 @given(num=st.integers(64, 200), gone=st.integers(0, 199))
 def test_one_missing_block_is_a_gap(num: int, gone: int) -> None:
     places = cut((num * 3, 2), 0, num)
@@ -81,6 +83,7 @@ def test_one_missing_block_is_a_gap(num: int, gone: int) -> None:
     assert "has a gap" in str(fold((num * 3, 2), places))
 
 
+@settings(deadline=None)
 @given(num=st.integers(64, 200), twice=st.integers(0, 199))
 def test_one_block_that_reaches_into_the_next_is_an_overlap(num: int, twice: int) -> None:
     places = cut((num * 3, 2), 0, num)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.errors import CommitRefused
@@ -86,6 +86,7 @@ def test_a_zero_dim_tensor_is_covered_by_its_one_chunk() -> None:
     assert len(merge(receipt(0, 1, (), [((), ())])).tensors["w"].chunks) == 1
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.sets(st.integers(1, 9), max_size=3), min_size=3, max_size=3), drop=st.booleans())
 def test_a_grid_is_accepted_whole_and_refused_with_a_cell_missing(cuts: list[set[int]], drop: bool) -> None:
     edges = [[0, *sorted(cut), 10] for cut in cuts]

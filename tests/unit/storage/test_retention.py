@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.commit_log import CommitLog
@@ -27,6 +27,7 @@ def commits_with(metrics: Sequence[float | None]) -> list[Commit]:
     ]
 
 
+@settings(deadline=None)
 @given(
     metrics=st.lists(st.none() | st.floats(allow_nan=True, allow_infinity=True), max_size=12), keep=st.integers(1, 5)
 )
@@ -46,6 +47,7 @@ def test_the_newest_and_the_best_are_kept_and_never_all_go(metrics: list[float |
 TIMES = st.datetimes(datetime(2026, 1, 1), datetime(2026, 1, 20)).map(lambda time: time.isoformat() + "Z")
 
 
+@settings(deadline=None)
 @given(
     saves=st.lists(st.tuples(TIMES | st.just("never"), st.none() | st.floats(0, 1)), min_size=1, max_size=25),
     keep=st.integers(1, 4),
@@ -215,6 +217,7 @@ FOREIGN = LOOKALIKES | st.builds(
 )
 
 
+@settings(deadline=None)
 @given(names=st.sets(FOREIGN, min_size=1, max_size=6))
 def test_files_that_are_not_ours_are_never_touched(names: set[str]) -> None:
     store = MemoryStore()
@@ -231,6 +234,7 @@ def test_files_that_are_not_ours_are_never_touched(names: set[str]) -> None:
     assert {entry.key: store.get(entry.key) for entry in store.list("")} == {name: name.encode() for name in names}
 
 
+@settings(deadline=None)
 @given(dies_at=st.integers(1, 12))
 def test_dying_at_any_deletion_of_void_and_old_checkpoints_leaves_history_whole(dies_at: int) -> None:
     store = Recorded(dies_at)
