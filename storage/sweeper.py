@@ -96,9 +96,7 @@ def sweep_orphans(
 
 def sweep_uploads(store: ObjectStore, *, older_than_s: float) -> None:
     """Remove what puts of any object of the Run that nobody will finish left: begun longer ago than one may take."""
-    abort = getattr(store, "abort_uploads", None)
-    if abort is not None:
-        abort("", older_than_s=older_than_s)
+    store.abort_uploads("", older_than_s=older_than_s)
 
 
 def _is_over(key: StepKey, live_attempt: Attempt, newest_step: int) -> bool:

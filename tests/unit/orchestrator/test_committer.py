@@ -249,7 +249,7 @@ def test_unfinished_uploads_of_the_dead_are_removed_once_no_keeper_can_be_at_the
 
     store = Uploads()
     make(store, orphan_grace_s=0, max_outage_s=1800).sweep_dead(attempt(2))
-    assert store.asked == ("shards/", 1800.0)
+    assert store.asked == ("", 1800.0)
 
 
 def test_few_kept_checkpoints_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
