@@ -21,6 +21,7 @@ from storage.object_store import ObjectStore
 __all__ = ["Journal", "JournalEntry"]
 
 _log = logging.getLogger(__name__)
+_DEADLINE_S = 10.0  # entries are small; the caller tries again, and looks about between the tries
 _NAME = re.compile(r"(?P<sequence>\d{8})\.[0-9a-f]{8}\.json\Z")
 
 
@@ -65,7 +66,7 @@ class Journal:
                 continue
             self.entries.append(entry)
 
-    def append(self, kind: str, *, deadline_s: float = 60.0, **values: Any) -> JournalEntry:
+    def append(self, kind: str, *, deadline_s: float = _DEADLINE_S, **values: Any) -> JournalEntry:
         """Write one entry; durable when this returns. After StoreUnavailable the same call may be made again.
 
         Raises LeaseHeld once a later driver has written: its Attempts have the numbers that would be ours.
@@ -97,6 +98,6 @@ class Journal:
                 return Counters(**{name: value for name, value in saved.items() if name in known})
         return Counters()
 
-    def append_counters(self, kind: str, counters: Counters, *, deadline_s: float = 60.0, **values: Any) -> None:
+    def append_counters(self, kind: str, counters: Counters, *, deadline_s: float = _DEADLINE_S, **values: Any) -> None:
         """Write an entry that carries the failure counters."""
         self.append(kind, deadline_s=deadline_s, counters=asdict(counters), **values)
