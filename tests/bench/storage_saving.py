@@ -110,7 +110,7 @@ def training_stall(scratch: Path, rounds: int) -> list[Figure]:
 
 def stored_bytes(scratch: Path, steps: int) -> list[Figure]:
     """A language model trained a little, with its AdamW moments: whole Shards against torch's files of the same."""
-    arrays = trained_arrays(steps)
+    arrays = trained_arrays(steps, text_bytes=3_000_000)
     dcp.save({name: torch.from_numpy(array) for name, array in arrays.items()}, checkpoint_id=scratch / "raw")
     raw = sum(file.stat().st_size for file in (scratch / "raw").rglob("*") if file.is_file())
     figures = []
