@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install install-dev run test test-full check format bench bench-recovery bench-stall clean
+.PHONY: help install install-dev run test test-full check format bench bench-recovery bench-stall bench-storage bench-codec bench-commit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -47,13 +47,22 @@ format: install-dev ## apply the formatter and the safe lint fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: bench-recovery bench-stall ## every bench; on an idle machine
+bench: bench-recovery bench-stall bench-storage ## every bench; on an idle machine
 
 bench-recovery: install ## node SIGKILL to the first new step, by phase
 	$(BIN)/python -m tests.bench.bench_recovery
 
 bench-stall: install-dev ## what a save costs when every upload takes 20 s longer
 	$(BIN)/python -m tests.bench.bench_stall
+
+bench-storage: install-dev ## storage figures beside stock DCP and raw s3fs, with the codec table
+	$(BIN)/python -m tests.bench.bench_storage
+
+bench-codec: install-dev ## size, speed and error of every encoding, on a model trained here
+	$(BIN)/python -m tests.bench.bench_codec
+
+bench-commit: install-dev ## one Commit of 10,000 ranks through real actor calls
+	$(BIN)/python -m tests.bench.bench_commit
 
 clean: ## remove .venv, caches and build output; results in outputs/ stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
