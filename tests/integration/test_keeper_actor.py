@@ -96,6 +96,7 @@ class Site:
         self.coordinator_name = f"coordinator-{self.run_id}"
         self.directory = arena_directory(self.run_id, node_id)
         self.pids: set[int] = set()
+        self._coordinator: Any = None
 
     def keeper(self, build_digest: str = "one", ttl_s: float = 600.0) -> Any:
         handle = ensure_keeper(
@@ -111,7 +112,10 @@ class Site:
         return handle
 
     def coordinator(self) -> Any:
-        return ray.remote(CoordinatorStandIn).options(name=self.coordinator_name, namespace=NAMESPACE).remote()
+        # Detached: the end of a handle from an earlier Ray of this process must not end an actor of the same id here.
+        options = {"name": self.coordinator_name, "namespace": NAMESPACE, "lifetime": "detached"}
+        self._coordinator = ray.remote(CoordinatorStandIn).options(**options).remote()
+        return self._coordinator
 
     def save(self, handle: Any, step: int, attempt: Attempt = FIRST) -> BufferLease | None:
         return save(KeeperClient(handle), ARRAYS, attempt=attempt, step=step, run_id=self.run_id)
@@ -124,6 +128,8 @@ class Site:
         for pid in self.pids:
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGKILL)
+        if self._coordinator is not None:
+            ray.kill(self._coordinator)
         for file in self.directory.glob("*"):
             file.unlink()
         if self.directory.exists():
@@ -175,7 +181,7 @@ def test_a_dead_keeper_is_a_storage_error_for_its_workers(site: Site) -> None:
 
 def test_the_buffer_of_a_killed_worker_is_leased_again(site: Site) -> None:
     handle = site.keeper()
-    worker: Any = ray.remote(Worker).options(num_cpus=0, max_restarts=0).remote()
+    worker: Any = ray.remote(Worker).options(num_cpus=0, max_restarts=0, lifetime="detached", name=site.run_id).remote()
     held, pid = ray.get(worker.lease.remote(handle, site.run_id, 1), timeout=LIMIT_S)
     header, num_bytes = make_header(ARRAYS, run_id=site.run_id, attempt=FIRST, step=1, rank=1)
     while_alive = lease_for(KeeperClient(handle), header, num_bytes)

@@ -102,6 +102,7 @@ class Place:
         )
         self.spool = spool_directory(self.config.local_disk, self.run_id, node_id)
         self.pids: set[int] = set()
+        self._recorder: Any = None
 
     @property
     def url(self) -> str:
@@ -121,7 +122,10 @@ class Place:
         return handle
 
     def recorder(self) -> Any:
-        return ray.remote(Recorder).options(name=f"coordinator-{self.run_id}", namespace=NAMESPACE).remote()
+        # Detached: the end of a handle from an earlier Ray of this process must not end an actor of the same id here.
+        options = {"name": f"coordinator-{self.run_id}", "namespace": NAMESPACE, "lifetime": "detached"}
+        self._recorder = ray.remote(Recorder).options(**options).remote()
+        return self._recorder
 
     def save(self, handle: Any, step: int) -> None:
         assert save(KeeperClient(handle), ARRAYS, attempt=FIRST, step=step, run_id=self.run_id) is not None
@@ -139,6 +143,8 @@ class Place:
         for pid in self.pids:
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGKILL)
+        if self._recorder is not None:
+            ray.kill(self._recorder)
         self.server.stop()
         shutil.rmtree(arena_directory(self.run_id, self.node_id), ignore_errors=True)
 
