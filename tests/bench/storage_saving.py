@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -88,15 +87,16 @@ def training_stall(scratch: Path, rounds: int) -> list[Figure]:
             writer = dcp.FileSystemWriter(scratch / f"synced-{step}", sync_files=True)
             seconds["fsync"].append(timed(lambda w=writer: dcp.save(dict(tensors), storage_writer=w)))
             shutil.rmtree(scratch / f"synced-{step}")
-    # Each of our two buffers and each of the peers' caches is met cold once: left out of all.
-    median = {name: statistics.median(values[2:]) for name, values in seconds.items()}
+    # Each of our two buffers and each of the peers' caches is met cold once: left out of all. Of the rest the best, for
+    # whatever else the machine does only ever adds.
+    best = {name: min(values[2:]) for name, values in seconds.items()}
 
     def row(peer: str, limit: float | None, text: str) -> Figure:
         return Figure(
             name=f"snapshot stall, 210 MB, against {text}",
-            ours=f"{median['ours'] * 1e3:.0f} ms",
-            peer=f"{median[peer] * 1e3:.0f} ms",
-            ratio=median["ours"] / median[peer],
+            ours=f"{best['ours'] * 1e3:.0f} ms",
+            peer=f"{best[peer] * 1e3:.0f} ms",
+            ratio=best["ours"] / best[peer],
             limit=limit,
         )
 
