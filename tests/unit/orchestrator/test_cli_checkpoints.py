@@ -110,7 +110,7 @@ def test_an_unknown_protocol_is_a_bad_url_not_an_outage(command: str) -> None:
 
 
 def cut_commit(root: Path, step: int) -> str:
-    (record,) = (root / "commits").glob(f"*{step}*")
+    (record,) = (root / "commits").glob(f"step-{step:010d}.*")
     record.write_bytes(record.read_bytes()[:20])
     return f"commits/{record.name}"
 
