@@ -123,7 +123,11 @@ class CheckpointConfig(BaseModel):
     encoding: Literal["raw", "zstd", "shuffle-zstd", "planes-zstd"] = "planes-zstd"
     zstd_level: int = Field(1, ge=-5, le=19)
     frame_bytes: int = Field(1 << 20, ge=1 << 16, le=1 << 26, description="largest raw frame; small chunks use less")
-    final_timeout_s: float = Field(600.0, gt=0, description="longest wait for the last Commit before the run fails")
+    final_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="longest wait for the last Commit before the run fails, not counting time in which the store does not answer",
+    )
     leave_timeout_s: float = Field(60.0, gt=0, description="longest wait for the Commit of a planned leave")
     orphan_grace_s: float = Field(3600.0, ge=0, description="age at which Shards no Commit names are swept")
     max_outage_s: float = Field(
