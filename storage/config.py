@@ -126,7 +126,7 @@ class CheckpointConfig(BaseModel):
     final_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="longest wait for the last Commit before the run fails, not counting time in which the store does not answer",
+        description="longest wait for the last Commit before the run fails; time of an outage is not counted",
     )
     leave_timeout_s: float = Field(60.0, gt=0, description="longest wait for the Commit of a planned leave")
     orphan_grace_s: float = Field(3600.0, ge=0, description="age at which Shards no Commit names are swept")
