@@ -186,10 +186,14 @@ def _run_locally(
 
 def _exit_code_of(drive: Callable[[], int]) -> int:
     """Run ``drive``; every way out has its exit code (orchestrator.exit_codes)."""
-    from orchestrator.errors import ChaosSpecError, ConfigError
+    from orchestrator.errors import ChaosSpecError, ConfigError, StartOutage
+    from storage.errors import StoreRefused, StoreUnavailable
 
     try:
         return int(drive())
+    except (StartOutage, StoreUnavailable) as error:  # the latter: it went away while a driver read its records
+        typer.echo(f"error: {error}", err=True)
+        return ExitCode.CONFIG_ERROR if isinstance(error, StoreRefused) else ExitCode.STORAGE_OUTAGE
     except (ConfigError, ChaosSpecError) as error:
         typer.echo(f"error: {error}", err=True)
         return ExitCode.CONFIG_ERROR

@@ -5,7 +5,9 @@ They survive pickling: every field is a constructor argument kept in ``args``.
 
 from __future__ import annotations
 
-__all__ = ["ChaosSpecError", "ConfigError", "OrchestratorError", "SupervisorError"]
+from storage.errors import StorageError, StoreRefused, StoreUnavailable
+
+__all__ = ["ChaosSpecError", "ConfigError", "OrchestratorError", "StartOutage", "SupervisorError", "cannot_start"]
 
 
 class OrchestratorError(Exception):
@@ -24,6 +26,16 @@ class ConfigError(OrchestratorError):
             return f"{self.where}: {self.problems[0]}"
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         return f"{self.where}: {len(self.problems)} problems\n{lines}"
+
+
+class StartOutage(ConfigError):
+    """Nothing was started because the store does not answer: the configuration may be good, so try again later."""
+
+
+def cannot_start(url: str, text: str, error: StorageError) -> ConfigError:
+    """What to raise where ``error`` of the store at ``url`` keeps a Run from beginning; ``text`` is its line."""
+    is_outage = isinstance(error, StoreUnavailable) and not isinstance(error, StoreRefused)
+    return StartOutage(url, (f"{text}; try again when it is back",)) if is_outage else ConfigError(url, (text,))
 
 
 class ChaosSpecError(OrchestratorError):

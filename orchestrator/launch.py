@@ -27,7 +27,7 @@ from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.data_check import ensure_dataset
 from orchestrator.driver_lease import DriverLease
 from orchestrator.driver_record import DriverRecord
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, cannot_start
 from orchestrator.exit_codes import ExitCode
 from orchestrator.finished import has_whole_end
 from orchestrator.journal import Journal
@@ -91,7 +91,7 @@ def run_driver(
             _log.error("%s", error)
             return ExitCode.REFUSED
         except StorageError as error:
-            raise ConfigError(config.run.url, (f"run.url cannot be reached: {error}",)) from error
+            raise cannot_start(config.run.url, f"run.url cannot be reached: {error}", error) from error
         with DriverLease(lease, LEASE_TTL_S / 5) as held:
             driver = _Driver(config, options, run_id, nonce, store, train_loop, loop_config or {}, report_to)
             return driver.drive(CoordinatorClient(actor), stop_requested, held.lost)

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from orchestrator.config import RunConfig
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, cannot_start
 from storage.errors import StorageError
 from storage.object_store import ObjectStore
 from storage.store_facts import StoreFacts, learn_store
@@ -41,7 +41,7 @@ def check_before_start(store: ObjectStore, config: RunConfig) -> StoreFacts:
         facts = learn_store(store)
     except StorageError as error:
         hint = "check run.url, its permissions and the credentials in the environment"
-        raise ConfigError(store.url, (f"run.url {store.url} cannot be used: {error}; {hint}",)) from error
+        raise cannot_start(store.url, f"run.url {store.url} cannot be used: {error}; {hint}", error) from error
     _tell(facts)
     _check_space(store.url)
     return facts

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from orchestrator.config import RunConfig
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, cannot_start
 from storage.commit_log import CommitLog
 from storage.errors import ObjectMissing, StorageError
 from storage.keys import EVENTS, RUN
@@ -63,7 +63,7 @@ def find_run_id(store: ObjectStore, config: RunConfig) -> str:
     """The id of the Run at run.url: as run.json says, else as its Commits carry it, else one for a Run that begins.
 
     So a Run that was moved, copied, or is reached by another spelling of its URL still knows its own Checkpoints.
-    Writes nothing. Raises ConfigError where the store does not answer or run.json cannot be read.
+    Writes nothing. Raises ConfigError (StartOutage) where the store does not answer or run.json cannot be read.
     """
     try:
         record = _read_record(store)
@@ -71,7 +71,7 @@ def find_run_id(store: ObjectStore, config: RunConfig) -> str:
             return record.run_id
         commits = CommitLog(store, None).all_commits()
     except StorageError as error:
-        raise ConfigError(config.run.url, (f"run.url cannot be reached: {error}",)) from error
+        raise cannot_start(config.run.url, f"run.url cannot be reached: {error}", error) from error
     if commits:
         return max(commits, key=lambda commit: (commit.attempt.number, commit.step)).run_id
     return make_run_id(config.run.name, config.run.url)

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from orchestrator.cli import app
 from orchestrator.cli_checkpoints import CheckpointsCode
 from orchestrator.config import RunConfig
+from orchestrator.errors import StartOutage
 from orchestrator.exit_codes import ExitCode
 from orchestrator.options import DriverOptions
+from storage.errors import StoreRefused, StoreUnavailable
 
 LOCAL = str(Path(__file__).resolve().parents[3] / "clusters" / "local" / "run.yaml")
 
@@ -99,6 +101,9 @@ def test_the_process_ends_with_the_drivers_exit_code(launch: FakeLaunch, code: E
         (KeyboardInterrupt(), ExitCode.STOPPED),
         (SystemExit(15), ExitCode.STOPPED),
         (RuntimeError("oops"), ExitCode.INTERNAL_ERROR),
+        (StartOutage("s3://b/a", ("run.url cannot be reached",)), ExitCode.STORAGE_OUTAGE),
+        (StoreUnavailable("get", "run.json", "503 Slow Down"), ExitCode.STORAGE_OUTAGE),
+        (StoreRefused("get", "run.json", "access denied"), ExitCode.CONFIG_ERROR),
     ],
 )
 def test_an_exception_never_ends_as_success(launch: FakeLaunch, ending: BaseException, code: ExitCode) -> None:

@@ -9,9 +9,9 @@ import logging
 import pytest
 
 from orchestrator.config import RunConfig
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, StartOutage
 from orchestrator.preflight import check_before_start
-from storage.errors import StoreUnavailable
+from storage.errors import StoreRefused, StoreUnavailable
 from storage.memory_store import MemoryStore
 from storage.object_store import ObjectEntry
 
@@ -31,14 +31,26 @@ def test_the_probe_leaves_nothing_behind() -> None:
     assert list(store.list("")) == []
 
 
-def test_a_store_that_does_not_answer_is_a_config_error_with_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_refuses_is_a_config_error_with_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
 
     def put(key: str, *_: object, **__: object) -> None:
-        raise StoreUnavailable("put", key, "access denied")
+        raise StoreRefused("put", key, "access denied")
 
     monkeypatch.setattr(store, "put", put)
-    with pytest.raises(ConfigError, match=r"access denied.*check run\.url"):
+    with pytest.raises(ConfigError, match=r"access denied.*check run\.url") as raised:
+        check_before_start(store, config_at("s3://b/a"))
+    assert not isinstance(raised.value, StartOutage)
+
+
+def test_a_store_that_is_away_is_not_a_fault_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    def put(key: str, *_: object, **__: object) -> None:
+        raise StoreUnavailable("put", key, "503 Slow Down")
+
+    monkeypatch.setattr(store, "put", put)
+    with pytest.raises(StartOutage, match=r"503 Slow Down.*try again when it is back"):
         check_before_start(store, config_at("s3://b/a"))
 
 
