@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from storage.bounded import round_mantissa
-from storage.codec import Buffer, digest64, digest128, encode
+from storage.codec import Buffer, CodecError, decode, digest64, digest128, encode
 from storage.config import CheckpointConfig
 from storage.keys import Attempt
 from storage.manifest import SHARD_VERSION, AttemptRecord, ChunkIndex, Frame, ShardIndex, ShardRecord
@@ -236,7 +236,13 @@ def _parts(chunks: Sequence[RawChunk], moments: Mapping[int, KeptMoment], config
 
 
 def _encode(part: _Part, config: CheckpointConfig) -> _EncodedPart:
-    raw: Buffer = part.raw
-    if part.mantissa_bits is not None:
-        raw = round_mantissa(np.frombuffer(part.raw, np.uint32), part.mantissa_bits).data.cast("B")
-    return _EncodedPart(stored=encode(raw, part.itemsize, config.encoding, config.zstd_level), raw=raw)
+    if part.mantissa_bits is None:
+        return _EncodedPart(stored=encode(part.raw, part.itemsize, config.encoding, config.zstd_level), raw=part.raw)
+    raw = round_mantissa(np.frombuffer(part.raw, np.uint32), part.mantissa_bits).data.cast("B")
+    stored = encode(raw, part.itemsize, config.encoding, config.zstd_level)
+    # The bound was verified on the rounded values: it holds of the Checkpoint when the stored bytes decode to them.
+    if digest64(decode(stored, len(raw), part.itemsize, config.encoding)) != digest64(raw):
+        raise CodecError(
+            f"rows {part.rows} of a rounded tensor do not decode to what was encoded with {config.encoding}"
+        )
+    return _EncodedPart(stored=stored, raw=raw)

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from storage import shard_writer
 from storage.bounded import choose_rounding, round_mantissa
+from storage.codec import Buffer, CodecError, Encoding, encode
 from storage.config import CheckpointConfig
 from storage.frames import EncodedShard, RawChunk, encode_shard, num_rows, read_rows
 from storage.keys import Attempt
@@ -116,6 +118,18 @@ def test_moments_of_a_training_run_shrink_a_lot_and_keep_the_bound() -> None:
         assert chunk.bound == BOUND
         assert chunk.mantissa_bits is not None
         assert chunk.update_error == pytest.approx(worst_error(m, v, m_back, v_back), rel=1e-6)
+
+
+def test_an_encoder_that_stores_other_values_is_found_before_they_are_called_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def encode_wrong(raw: Buffer, itemsize: int, encoding: Encoding, level: int) -> bytes:
+        return encode(bytes(raw)[::-1], itemsize, encoding, level)
+
+    m, v = training_moments()
+    monkeypatch.setattr(shard_writer, "encode", encode_wrong)
+    with pytest.raises(CodecError, match="do not decode to what was encoded"):
+        shard_of(moments(m, v))
 
 
 @pytest.mark.parametrize("bound", [1e-1, 1e-2, 1e-4, 1e-5])
