@@ -5,6 +5,7 @@ Fed with Signals and with the driver's own failing calls. What follows from it i
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -16,6 +17,7 @@ __all__ = ["StoreFacts", "StoreNews", "StoreUser", "StoreWatch"]
 
 _REMIND_S = 10.0
 _SILENT_S = 60.0
+_REMEMBERED = 1024
 _STORE_ERRORS = (StoreUnavailable.__name__, StoreRefused.__name__)  # as the reason of a failed save begins with
 
 
@@ -68,6 +70,8 @@ class StoreWatch:
         self._reminded_at_s = 0.0
         self._away_since_s: float | None = None
         self._num_failed = self._num_skipped = 0  # in this outage
+        # When saves failed and were skipped outside one: an outage has gone on for a while before anyone hears of it.
+        self._failed_at_s, self._skipped_at_s = deque[float](maxlen=_REMEMBERED), deque[float](maxlen=_REMEMBERED)
         self._peak_steps, self._peak_s = 0, 0.0  # at risk, in this outage
         self._failed_in_row = 0
         self._last_failure = ""
@@ -118,10 +122,10 @@ class StoreWatch:
                 # A Keeper that has a newer one to try gives the older up without a word of delay.
                 if any(f"{name}: " in reason for name in _STORE_ERRORS):
                     self._save_failed(step, self._last_failure, now_s, 0.0)
-                self._num_failed += self.is_away
+                self._num_failed += self._counts(self._failed_at_s, now_s)
                 self._bound_at_s.pop(step, None)
             case SaveSkipped(step=step):
-                self._num_skipped += self.is_away
+                self._num_skipped += self._counts(self._skipped_at_s, now_s)
                 self._bound_at_s.pop(step, None)
             case Committed(step=step):
                 self._note_peak(now_s)
@@ -145,11 +149,20 @@ class StoreWatch:
         if self._away_since_s is None:
             self._away_since_s = trouble.since_s
             self._reminded_at_s = now_s
-            self._num_failed = self._num_skipped = 0
+            self._num_failed = sum(at_s >= trouble.since_s for at_s in self._failed_at_s)
+            self._num_skipped = sum(at_s >= trouble.since_s for at_s in self._skipped_at_s)
+            self._failed_at_s.clear()
+            self._skipped_at_s.clear()
             self._peak_steps, self._peak_s = 0, 0.0
             self._news.append(
                 StoreNews(event="store_away", fields={"reason": reason, "away_s": now_s - trouble.since_s})
             )
+
+    def _counts(self, outside: deque[float], now_s: float) -> bool:
+        """Whether a save missed now counts for the outage; otherwise it is noted in ``outside``."""
+        if not self.is_away:
+            outside.append(now_s)
+        return self.is_away
 
     def _save_failed(self, step: int, reason: str, now_s: float, failing_for_s: float) -> None:
         if step <= self._durable_step:

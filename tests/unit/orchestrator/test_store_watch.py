@@ -58,6 +58,18 @@ def test_work_at_risk_grows_from_the_moment_the_newest_checkpoint_holds() -> Non
     assert (facts.at_risk_steps, facts.at_risk_s) == (0, 0.0), "nothing is at risk before a step is done"
 
 
+def test_saves_missed_before_an_outage_was_noticed_count_for_it() -> None:
+    watch = StoreWatch()
+    watch.begin_attempt(0, 0.0)
+    for now in (70.0, 85.0, 90.0):
+        watch.note(SaveSkipped(attempt=ATTEMPT, step=int(now)), now)
+    watch.note(delayed(80, 20.0), 100.0)
+    watch.note(SaveSkipped(attempt=ATTEMPT, step=100), 101.0)
+    watch.note(committed(120), 110.0)
+    back = watch.take_news(110.0)[-1]
+    assert (back.event, back.fields["away_s"], back.fields["saves_skipped"]) == ("store_back", 30.0, 3)
+
+
 def test_an_outage_is_said_once_at_its_beginning_now_and_then_and_once_at_its_end() -> None:
     watch = StoreWatch()
     watch.begin_attempt(0, 0.0)
