@@ -364,6 +364,7 @@ class Coordinator:
                     stall_s=max(receipt.stall_s for receipt in receipts),
                     upload_s=max(receipt.upload_s for receipt in receipts),
                     loss=facts["loss"],
+                    upload_retries=sum(receipt.retries for receipt in receipts),
                 )
             )
         try:

@@ -159,6 +159,7 @@ class Recorder:
                     bytes=signal.stored_bytes,
                     stall_s=signal.stall_s,
                     upload_s=signal.upload_s,
+                    upload_retries=signal.upload_retries,
                     loss=signal.loss,
                 )
             case Quarantined(step=step, key=key, reason=reason):

@@ -165,6 +165,8 @@ def _storage(summary: RunSummary) -> str:
         lines.append(f"  away         {away}")
         risk = f"{_count(storage['max_at_risk_steps'], 'step')}, {duration(storage['max_at_risk_s'])}"
         lines.append(f"  at risk      {risk} at the most")
+    if storage["upload_retries"]:
+        lines.append(f"  uploads      {_count(storage['upload_retries'], 'request')} sent again")
     missed = [
         (storage["saves_failed"], "failed"),
         (storage["saves_skipped"], "skipped: two earlier ones were under way"),

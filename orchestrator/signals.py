@@ -84,7 +84,7 @@ class SaveSlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """``stall_s``, ``upload_s``: the largest over the ranks."""
+    """``stall_s``, ``upload_s``: the largest over the ranks. ``upload_retries``: of all of them."""
 
     attempt: Attempt
     step: int
@@ -92,6 +92,7 @@ class Committed:
     stall_s: float
     upload_s: float
     loss: float | None
+    upload_retries: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ class StorageSummary(TypedDict):
     saves_failed: int
     saves_retried: int
     saves_slow: int
+    upload_retries: int
     outages: int
     outage_s: float
     longest_outage_s: float
@@ -44,6 +45,8 @@ class StorageFold:
                 self._counts[name] += 1
             case "save_delayed":
                 self._delayed.add((_int(event, "attempt"), _int(event, "step")))
+            case "committed":
+                self._counts["upload_retries"] += _int(event, "upload_retries")
             case "store_away":
                 self._close()
                 self._counts[name] += 1
@@ -62,6 +65,7 @@ class StorageFold:
             saves_failed=self._counts["save_failed"],
             saves_retried=len(self._delayed),
             saves_slow=self._counts["save_slow"],
+            upload_retries=self._counts["upload_retries"],
             outages=self._counts["store_away"],
             outage_s=self._ended_s + open_s,
             longest_outage_s=max(self._longest_s, open_s),

@@ -6,12 +6,13 @@ A plain ledger without threads or I/O; the Keeper owns and locks it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from storage.keeper_protocol import SealedSnapshot
 from storage.keys import Attempt
 from storage.manifest import Receipt
+from storage.retry_tally import RetryTally
 from storage.shipping import MemorySink
 
 __all__ = ["Lanes", "Shipment", "Stage"]
@@ -42,6 +43,7 @@ class Shipment:
     in_memory: bool = False
     stage: Stage = Stage.SEALED
     num_failures: int = 0
+    retries: RetryTally = field(default_factory=RetryTally)
     last_reason: str = ""
     retry_at_s: float = 0.0
 

@@ -210,7 +210,8 @@ class Receipt(_Record):
 
     ``tensors`` lists this rank's chunks (``rank`` of each equals ``shard.rank``); ``shared_state`` is the replicated
     plain state and set by rank 0 alone; ``rank_state`` is this rank's own plain state. ``lossless_fallbacks`` counts
-    chunks that were to be rounded and were kept exactly, as no rounding kept the bound.
+    chunks that were to be rounded and were kept exactly, as no rounding kept the bound. ``retries``: what of the
+    upload had to be sent again: requests, parts, the whole.
     """
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # else a state's infinity is stored as null
@@ -227,6 +228,7 @@ class Receipt(_Record):
     stall_s: float = 0.0
     encode_s: float = 0.0
     upload_s: float = 0.0
+    retries: Size = 0
     lossless_fallbacks: Size = 0
 
     @property

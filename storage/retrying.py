@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from storage.errors import ObjectExists, StorageError, StoreRefused, StoreUnavailable
 from storage.object_store import ObjectEntry, ObjectStore, ResumesPuts
+from storage.retry_tally import count_retry
 
 __all__ = ["RetryingStore", "backoff_s"]
 
@@ -128,5 +129,6 @@ class RetryingStore:
         delay_s = backoff_s(retry, first_s=self._first_delay_s, longest_s=self._max_delay_s, rng=self._rng)
         with self._lock:
             self._num_retries += 1
+        count_retry()
         logger.warning("%s; retry %d of %d in %.2f s", error, retry + 1, self._retries, delay_s)
         self._sleep(delay_s)

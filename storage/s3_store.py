@@ -15,11 +15,13 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 
 from storage.config import StoreConfig
 from storage.errors import StorageError
 from storage.fsspec_store import CreateAnswer, FsspecStore
+from storage.retry_tally import RetryTally, current_tally
 from storage.s3_body import WatchedBody, send_watched, without_expectation
 from storage.s3_listing import list_objects
 from storage.s3_multipart import MultipartPut, PartRules, Upload, list_uploads, part_bytes
@@ -175,7 +177,7 @@ class S3Store(FsspecStore):
             stall_s=deadline_s,
             limit_s=lambda size: deadline_s + 4 * size / self._min_bytes_per_s,
             retries=self._retries,
-            on_retry=self._count_retry,
+            on_retry=partial(self._count_retry, current_tally()),  # parts go up in the event loop's thread
         )
         put = MultipartPut(self._request, self._place(path), view, rules, self._unfinished.get(key))
         self._in_hand.add(key)
@@ -189,8 +191,10 @@ class S3Store(FsspecStore):
             self._in_hand.discard(key)
         self._unfinished.pop(key, None)
 
-    def _count_retry(self) -> None:
+    def _count_retry(self, tally: RetryTally | None) -> None:
         self._num_retries += 1
+        if tally is not None:
+            tally.add()
 
     def _create(self, path: str, data: bytes, deadline_s: float) -> None:
         self._put_whole(path, memoryview(data), deadline_s, IfNoneMatch="*")

@@ -252,6 +252,7 @@ class Shipper:
             is_over = self._is_over(shipment)
             if shipment.num_failures and newer is None and not is_over:
                 self._health.num_retries += 1
+                shipment.retries.add()
         if newer is not None and not is_over:
             self._give_up_for(shipment, newer)
             return
@@ -277,15 +278,20 @@ class Shipper:
             with self._changed:
                 if self._is_over(shipment):
                     return None
-        receipt, deadline_s = shipment.receipt, self._config.store.deadline_s
+        receipt = shipment.receipt
         if shipment.content is not None:
-            data = shipment.content.view()
-            return upload_shard(self._store, receipt, data, deadline_s=deadline_s, clock=self._clock)
+            return self._put(shipment, receipt, shipment.content.view())
         assert self._spool is not None
         with self._spool.open(receipt.shard.key) as data:
-            receipt = upload_shard(self._store, receipt, data, deadline_s=deadline_s, clock=self._clock)
+            receipt = self._put(shipment, receipt, data)
         self._on_disk(lambda spool: spool.mark_uploaded(receipt.shard.key, receipt))
         return receipt
+
+    def _put(self, shipment: Shipment, receipt: Receipt, data: memoryview) -> Receipt:
+        deadline_s = self._config.store.deadline_s
+        return upload_shard(
+            self._store, receipt, data, deadline_s=deadline_s, clock=self._clock, tally=shipment.retries
+        )
 
     def _settle(self, shipment: Shipment, receipt: Receipt | None) -> None:
         """``receipt`` None: the Attempt was over before the upload."""

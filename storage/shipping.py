@@ -18,6 +18,7 @@ from storage.keeper_protocol import SealedSnapshot
 from storage.keys import StepKey, shard_key
 from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardIndex, ShardRecord, TensorLayout
 from storage.object_store import ObjectStore
+from storage.retry_tally import RetryTally
 from storage.snapshot_format import SnapshotHeader, StagedChunk, header_digest, read_header
 
 __all__ = ["MemorySink", "key_of", "ship_snapshot", "tensor_layouts", "upload_shard", "write_snapshot"]
@@ -85,17 +86,25 @@ def write_snapshot(
 
 
 def upload_shard(
-    store: ObjectStore, receipt: Receipt, data: bytes | memoryview, *, deadline_s: float, clock: Callable[[], float]
+    store: ObjectStore,
+    receipt: Receipt,
+    data: bytes | memoryview,
+    *,
+    deadline_s: float,
+    clock: Callable[[], float],
+    tally: RetryTally | None = None,
 ) -> Receipt:
-    """Put the Shard and read its end back on a second path; the Receipt, now true.
+    """Put the Shard and read its end back on a second path; the Receipt, now true. ``tally``: retries of earlier tries.
 
     Raises StoreUnavailable when the store gives back another end than was written: then it is not durable.
     """
     started_at_s = clock()
-    store.put(receipt.shard.key, data, deadline_s=deadline_s)
-    _read_back(store, receipt.shard, deadline_s)
+    tally = tally or RetryTally()
+    with tally.counting():
+        store.put(receipt.shard.key, data, deadline_s=deadline_s)
+        _read_back(store, receipt.shard, deadline_s)
     logger.info("step %d rank %d: stored %s", receipt.step, receipt.shard.rank, receipt.shard.key)
-    return receipt.model_copy(update={"upload_s": clock() - started_at_s})
+    return receipt.model_copy(update={"upload_s": clock() - started_at_s, "retries": tally.count})
 
 
 def ship_snapshot(

@@ -85,8 +85,8 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
         failures=1,
         evals=[],
         losses=[{"step": step, "loss": 10.0 - step + (0.5 if step > 3 else 0.0)} for step in range(1, 9)],
-        storage={"saves_skipped": 0, "saves_failed": 0, "saves_retried": 0, "saves_slow": 0, "outages": 0,
-                 "outage_s": 0.0, "longest_outage_s": 0.0, "max_at_risk_steps": 0, "max_at_risk_s": 0.0},
+        storage={"saves_skipped": 0, "saves_failed": 0, "saves_retried": 0, "saves_slow": 0, "upload_retries": 0,
+                 "outages": 0, "outage_s": 0.0, "longest_outage_s": 0.0, "max_at_risk_steps": 0, "max_at_risk_s": 0.0},
     )  # fmt: skip
 
 
@@ -101,11 +101,13 @@ def test_outages_and_missed_saves_are_counted_over_all_drivers_one_without_an_en
         line("work_at_risk", 15.0, away_s=11.0, at_risk_steps=40, at_risk_s=12.5, durable_step=5),
         line("store_back", 17.0, away_s=13.0, saves_failed=1, saves_skipped=1, at_risk_steps=44, at_risk_s=14.5),
         line("save_slow", 18.0, attempt=1, step=30, seconds=20.0, usual_s=2.0, cause="uploading"),
+        line("committed", 19.0, attempt=1, step=30, bytes=1, stall_s=0.0, upload_s=20.0, upload_retries=4),
+        line("committed", 20.0, attempt=1, step=40, bytes=1, stall_s=0.0, upload_s=2.0, upload_retries=3),
         line("store_away", 30.0, reason="timeout", away_s=2.0),
         line("work_at_risk", 40.0, away_s=12.0, at_risk_steps=30, at_risk_s=11.0, durable_step=30),
     ]
     assert summarize(events)["storage"] == {
-        "saves_skipped": 1, "saves_failed": 1, "saves_retried": 1, "saves_slow": 1, "outages": 2,
+        "saves_skipped": 1, "saves_failed": 1, "saves_retried": 1, "saves_slow": 1, "upload_retries": 7, "outages": 2,
         "outage_s": 25.0, "longest_outage_s": 13.0, "max_at_risk_steps": 44, "max_at_risk_s": 14.5,
     }  # fmt: skip
 
