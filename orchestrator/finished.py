@@ -7,10 +7,11 @@ import logging
 from typing import TextIO, cast
 
 from orchestrator.config import RunConfig
+from orchestrator.errors import cannot_start
 from orchestrator.report_text import report_text
 from orchestrator.summary import RunSummary
 from storage.commit_log import CommitLog
-from storage.errors import ObjectMissing, StorageError
+from storage.errors import ObjectMissing, StorageError, StoreRefused, StoreUnavailable
 from storage.keys import SUMMARY
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
@@ -23,7 +24,10 @@ DEEP_BYTES = 2 << 30
 
 
 def finished_summary(config: RunConfig) -> RunSummary | None:
-    """The summary of a Run that has committed ``run.steps`` and said so; None when there is, or may be, work to do."""
+    """The summary of a Run that has committed ``run.steps`` and said so; None when there is, or may be, work to do.
+
+    Raises StartOutage where the store does not answer: nothing can begin then, and asking twice takes twice as long.
+    """
     if config.run.resume != "auto":
         return None
     try:
@@ -32,6 +36,8 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
             return None
         summary = json.loads(store.get(SUMMARY))
     except (StorageError, ObjectMissing, ValueError) as error:
+        if isinstance(error, StoreUnavailable) and not isinstance(error, StoreRefused):
+            raise cannot_start(config.run.url, f"run.url cannot be reached: {error}", error) from error
         _log.debug("whether the run is finished cannot be seen: %s", error)
         return None
     is_finished = isinstance(summary, dict) and summary.get("status") == "finished"
