@@ -17,6 +17,7 @@ from storage.errors import CommitRefused, StorageError
 from storage.events import utc_text
 from storage.manifest import Commit, Manifest, Receipt
 from storage.merge import merge_receipts
+from storage.presence import check_presence
 from storage.retention import choose_deletions
 from storage.sweeper import sweep, sweep_orphans, sweep_void
 
@@ -52,6 +53,12 @@ def commit_save(
     """Write the Manifest of all ``reports`` and its Commit. Raises CommitRefused or StoreUnavailable."""
     manifest = _merged(reports, metadata)
     log = lineage.log
+    try:
+        check_presence(lineage.store, manifest.step_key, manifest.shards)
+    except CommitRefused as error:
+        raise CommitRefused(
+            f"{error} in {lineage.store.url}; every rank must be given the same url, of a place that all machines share"
+        ) from error
     stored = log.write_manifest(manifest)
     commit = Commit(
         run_id=manifest.run_id,

@@ -8,6 +8,7 @@ only), storage_meta, set_up_storage_writer, prepare_local_plan, prepare_global_p
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future as StagingFuture
@@ -29,7 +30,7 @@ from storage.dcp_lineage import Lineage, SaveTicket, lineage_of
 from storage.dcp_state import aliases_of, flat_state, paths_of, plain_values
 from storage.dcp_writer import staged_chunk
 from storage.errors import StorageError
-from storage.keys import shard_key
+from storage.keys import MAX_STEP, shard_key
 from storage.levels import LevelTable
 from storage.manifest import AttemptRecord, Receipt
 from storage.shard_writer import RawChunk, encode_shard
@@ -65,16 +66,14 @@ class RaysumeWriter(StorageWriter):
         metadata: Mapping[str, JsonValue] | None = None,
         config: CheckpointConfig | None = None,
     ) -> None:
-        if step < 0 or (keep is not None and keep < 1) or (base_step is not None and not 0 <= base_step <= step):
-            raise ValueError(
-                f"step {step}, keep {keep}, base_step {base_step}: expected 0 <= base_step <= step, keep >= 1"
-            )
         self._url = os.fspath(url)
-        self._step = step
-        self._keep = keep
-        self._base_step = base_step
-        self._loss = loss
-        self._metric = metric
+        self._step = _whole("step", step, 0)
+        self._keep = None if keep is None else _whole("keep", keep, 1)
+        self._base_step = None if base_step is None else _whole("base_step", base_step, 0)
+        if self._base_step is not None and self._base_step > self._step:
+            raise ValueError(f"base_step {base_step}: expected at most the step that is saved, {step}")
+        self._loss = None if loss is None else _measure("loss", loss)
+        self._metric = None if metric is None else _measure("metric", metric)
         self._metadata = dict(metadata or {})
         self._config = config or CheckpointConfig()
         self._rank = 0
@@ -163,7 +162,12 @@ class RaysumeWriter(StorageWriter):
 
     def _ticket(self, plan: SavePlan) -> SaveTicket:
         ticket = plan.storage_data
-        if not isinstance(ticket, SaveTicket) or ticket.step != self._step or ticket.rank != self._rank:
+        if isinstance(ticket, SaveTicket) and ticket.rank == self._rank and ticket.step != self._step:
+            raise StorageError(
+                f"{self._where}: the coordinator rank saves step {ticket.step}, not {self._step}; "
+                "give every rank's RaysumeWriter the same step, and one writer to each save"
+            )
+        if not isinstance(ticket, SaveTicket) or ticket.rank != self._rank:
             raise StorageError(
                 f"{self._where}: the plan belongs to another save; plan caching (enable_plan_caching) cannot be used, "
                 "nor one writer for two saves"
@@ -213,6 +217,24 @@ class RaysumeWriter(StorageWriter):
         return RankReport(
             receipt=receipt, base_step=ticket.base_step, values=values, paths=paths_of(planner), aliases=aliases
         )
+
+
+def _whole(name: str, number: object, least: int) -> int:
+    """``number`` as an int. Raises ValueError for what no key could hold, before anything is written."""
+    try:
+        value = operator.index(number)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"{name} {number!r}: expected an integer of {least} to {MAX_STEP}") from error
+    if not least <= value <= MAX_STEP:
+        raise ValueError(f"{name} {value}: expected {least} to {MAX_STEP}")
+    return value
+
+
+def _measure(name: str, number: object) -> float:
+    try:
+        return float(number)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} {number!r}: expected a number") from error
 
 
 def _raw(chunk: StagedChunk, item: WriteItem, planner: SavePlanner) -> RawChunk:

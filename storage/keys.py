@@ -15,6 +15,7 @@ __all__ = [
     "JOURNAL",
     "LEASES",
     "MANIFESTS",
+    "MAX_STEP",
     "PROBES",
     "QUARANTINE",
     "RUN",
@@ -46,6 +47,9 @@ PROBES = "probe/"
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
 RUN = "run.json"
+
+MAX_STEP = 10**10 - 1
+"""The last step whose names can be taken apart again: ten digits."""
 
 # ASCII digits only: \d would take other scripts' digits for ours.
 _STEP_KEY = re.compile(

@@ -18,10 +18,13 @@ __all__ = ["FLOAT", "TUPLE", "NotPlainValue", "plain_to_value", "value_to_plain"
 FLOAT: Final = "__float__"
 TUPLE: Final = "__tuple__"
 _MARKS: Final = frozenset({FLOAT, TUPLE, "__tensor__"})
+# What the JSON reader takes back with room to spare: it gives up at 200 levels and at 4300 digits.
+_MAX_DEPTH: Final = 128
+_MAX_BITS: Final = 8192
 
 
 class NotPlainValue(StorageError):
-    """A value that is no plain type. ``name`` is its path in the state."""
+    """A value that is no plain type, or one that JSON cannot carry. ``name`` is its path in the state."""
 
     def __init__(self, name: str, found: str, where: str = "") -> None:
         super().__init__(name, found, where)
@@ -39,28 +42,56 @@ def value_to_plain(
 ) -> JsonValue:
     """``value`` as JSON. ``where`` (rank, step) only begins the message of NotPlainValue.
 
-    ``other`` gets what is no plain type, with its path, and may give JSON that stands for it.
+    ``other`` gets what is no plain type, with its path, and may give JSON that stands for it. Refused as well is what
+    could be written but never be read again: text that is no Unicode, huge integers, deep nesting.
     """
+    if not _is_unicode(name):
+        raise NotPlainValue(ascii(name), "under a name with lone surrogates, which is no Unicode", where)
+    return _to_plain(value, name, where, other, 0)
+
+
+def _to_plain(
+    value: object, name: str, where: str, other: Callable[[object, str], JsonValue | None] | None, depth: int
+) -> JsonValue:
+    if depth > _MAX_DEPTH:
+        raise NotPlainValue(f"{name[:80]}...", f"nested more than {_MAX_DEPTH} levels deep, or inside itself", where)
     match value:
-        case None | bool() | str():
+        case None | bool():
+            return value
+        case str():
+            if not _is_unicode(value):
+                raise NotPlainValue(name, f"text with lone surrogates ({value[:40]!a}), which is no Unicode", where)
             return value
         case int():
+            if value.bit_length() > _MAX_BITS:
+                raise NotPlainValue(name, f"an integer of {value.bit_length()} bits (at most {_MAX_BITS})", where)
             return int(value)
         case float():
             return float(value) if math.isfinite(value) else {FLOAT: repr(float(value))}
         case list():
-            return [value_to_plain(item, f"{name}.{index}", where, other) for index, item in enumerate(value)]
+            return [_to_plain(item, f"{name}.{index}", where, other, depth + 1) for index, item in enumerate(value)]
         case tuple():
-            return {TUPLE: [value_to_plain(item, f"{name}.{index}", where, other) for index, item in enumerate(value)]}
+            # Two levels of JSON: the mark and its list.
+            items = [_to_plain(item, f"{name}.{index}", where, other, depth + 2) for index, item in enumerate(value)]
+            return {TUPLE: items}
         case Mapping():
             for key in value:
-                if not isinstance(key, str) or key in _MARKS:
-                    raise NotPlainValue(f"{name}.{key}", f"under a key of type {type(key).__name__} ({key!r})", where)
-            return {key: value_to_plain(item, f"{name}.{key}", where, other) for key, item in value.items()}
+                if not isinstance(key, str) or key in _MARKS or not _is_unicode(key):
+                    shown = key if not isinstance(key, str) or _is_unicode(key) else ascii(key)
+                    raise NotPlainValue(f"{name}.{shown}", f"under a key of type {type(key).__name__} ({key!r})", where)
+            return {key: _to_plain(item, f"{name}.{key}", where, other, depth + 1) for key, item in value.items()}
     stand_in = None if other is None else other(value, name)
     if stand_in is None:
         raise NotPlainValue(name, f"a {type(value).__module__}.{type(value).__qualname__}", where)
     return stand_in
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def plain_to_value(value: JsonValue) -> Any:

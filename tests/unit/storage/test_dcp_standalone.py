@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from storage import RaysumeReader, RaysumeWriter, dcp_lineage
 from storage.commit_log import CommitLog
+from storage.config import StoreConfig
 from storage.dcp_lineage import Lineage
 from storage.dcp_standalone import load, own_errors
 from storage.errors import CommitRefused, CorruptCheckpoint, ManifestMismatch, ObjectMissing, StorageError
@@ -122,6 +124,53 @@ def test_tied_weights_are_stored_once_and_fill_both_names(tmp_path: Path) -> Non
 def test_what_is_no_plain_value_is_refused_by_name(tmp_path: Path, value: object, found: str) -> None:
     with pytest.raises(NotPlainValue, match=rf"rank 0 step 3: extra\.thing.* is a .*{found}"):
         save(tmp_path, 3, {"w": torch.ones(2), "extra": {"thing": value}})
+    assert steps(tmp_path) == []
+
+
+def nested(depth: int, wrap: Callable[[object], object]) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (2**8192, r"thing is an integer of 8193 bits \(at most 8192\)"),
+        (nested(200, lambda value: [value]), "nested more than 128 levels deep, or inside itself"),
+        (nested(100, lambda value: (value,)), "nested more than 128 levels deep"),
+        ("a\ud800", r"thing is text with lone surrogates \('a\\ud800'\)"),
+        ({"k": ({"a\ud800": 1},)}, "key"),
+    ],
+)
+def test_what_could_be_written_but_never_read_again_is_refused_by_name(
+    tmp_path: Path, value: object, found: str
+) -> None:
+    with pytest.raises(NotPlainValue, match=rf"rank 0 step 3: .*{found}"):
+        save(tmp_path, 3, {"w": torch.ones(2), "thing": value})
+    assert steps(tmp_path) == []
+
+
+def test_values_at_the_limits_come_back(tmp_path: Path) -> None:
+    what = {
+        "int": -(2**8191),
+        "lists": nested(120, lambda value: [value]),
+        "tuples": nested(60, lambda value: (value,)),
+    }
+    save(tmp_path, 3, dict(what))
+    filled: State = {"int": 0, "lists": [], "tuples": ()}
+    load(filled, RaysumeReader(tmp_path))
+    assert filled == what
+
+
+def test_a_rank_that_stored_elsewhere_keeps_the_save_from_being_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dcp_lineage.lineage_of(str(tmp_path), StoreConfig()).store
+    monkeypatch.setattr(store, "put", lambda *_args, **_options: None)
+    with pytest.raises(CommitRefused, match=r"step 3 .* rank 0: .* is missing in file://.*the same url"):
+        save(tmp_path, 3)
     assert steps(tmp_path) == []
 
 
@@ -270,6 +319,13 @@ def test_a_writer_is_for_one_save_and_its_own_place(tmp_path: Path) -> None:
         dcp.save(state(), checkpoint_id="x", storage_writer=RaysumeWriter(tmp_path, step=1))
     with pytest.raises(ValueError, match="keep 0"):
         RaysumeWriter(tmp_path, step=1, keep=0)
+    for step in (-1, 1.5, "40", None, 10**10):
+        with pytest.raises(ValueError, match=rf"step .*{step}.*: expected .*0 to 9999999999"):
+            RaysumeWriter(tmp_path, step=step)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="base_step 2: expected at most the step that is saved, 1"):
+        RaysumeWriter(tmp_path, step=1, base_step=2)
+    with pytest.raises(ValueError, match="metric 'best': expected a number"):
+        RaysumeWriter(tmp_path, step=1, metric="best")  # type: ignore[arg-type]
     with pytest.raises(StorageError, match="use_collectives"), own_errors("save"):
         dcp.save(state(), storage_writer=RaysumeWriter(tmp_path, step=1), use_collectives=False)
 
