@@ -21,6 +21,7 @@ from orchestrator.failure_policy import AttemptFacts, Fault, classify
 from orchestrator.fencing import Reckoning, reckon
 from orchestrator.heartbeats import Hang, Pulse, judge
 from orchestrator.recorder import Recorder
+from orchestrator.restored import restored_fields
 from orchestrator.scaling_policy import decide_leave
 from orchestrator.states import State
 from orchestrator.worker_group import WorkerGroup
@@ -107,12 +108,14 @@ class AttemptRun:
         self._hangs: tuple[Hang, ...] = ()
         self._vitals = {member.worker_id: _Vitals() for member in world.members}
         self._is_formed = False
+        self._awaits_restore = False
         self._leave: Leave | None = None
         self._leave_at = 0.0
         self._leave_wall_s = 0.0
         self._stop: Stop | None = None
 
     def run(self, specs: Mapping[str, AttemptSpec]) -> AttemptEnd:
+        self._awaits_restore = any(spec.restore is not None for spec in specs.values())
         self._group.set_members(list(specs))
         self._refs = self._group.start_attempt(specs, self._coordinator.actor)
         while True:
@@ -176,6 +179,8 @@ class AttemptRun:
             self._collect(worker_id, vitals, now)
             if vitals.ref is None and now - vitals.asked_at >= self._interval_s():
                 vitals.ref, vitals.asked_at = self._group.heartbeat(worker_id), now
+        if self._awaits_restore:
+            self._note_restored()
         if not self._is_formed:
             self._note_formed()
         waiting = {w: v for w, v in self._vitals.items() if w not in self._outcomes}
@@ -188,7 +193,8 @@ class AttemptRun:
             _log.warning("worker %s hangs: %s", hang.worker_id, hang.detail)
 
     def _interval_s(self) -> float:
-        return self._config.failure.poll_s if not self._is_formed else 4 * self._config.failure.poll_s
+        is_settled = self._is_formed and not self._awaits_restore
+        return 4 * self._config.failure.poll_s if is_settled else self._config.failure.poll_s
 
     def _collect(self, worker_id: str, vitals: _Vitals, now: float) -> None:
         if vitals.ref is None:
@@ -202,6 +208,15 @@ class AttemptRun:
             vitals.beat = ray.get(ref)
         except ray.exceptions.RayActorError as error:
             self._gone.setdefault(worker_id, type(error).__name__)
+
+    def _note_restored(self) -> None:
+        """Say once, when every rank has told it, where the state really came from."""
+        attempt = self._world.attempt
+        told = [vitals.beat.restored for vitals in self._vitals.values() if vitals.beat is not None]
+        restores = [restored for restored in told if restored is not None and restored.attempt == attempt]
+        if len(restores) == self._world.size:
+            self._awaits_restore = False
+            self._recorder.emit("restored", attempt=attempt, step=restores[0].step, **restored_fields(restores))
 
     def _note_formed(self) -> None:
         beats = [vitals.beat for vitals in self._vitals.values()]

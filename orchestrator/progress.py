@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from orchestrator.report_text import size
 from orchestrator.summary import Event
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ def event_line(event: Event) -> str | None:
             again = f", {lost} steps run again" if lost else ""
             why = f"attempt {event.get('attempt')} ({event.get('cause')})"
             return f"{why}: {event.get('world_size')} workers, {start}{again}"
+        case "restored":
+            return f"restored step {event.get('step')}: {_restored_from(event)}"
         case "waiting":
             return f"waiting: {event.get('have')} of {event.get('need')} workers; {event.get('missing')}"
         case "store_away":
@@ -256,6 +259,14 @@ class _LiveProgress:
 def _number(event: Event, key: str, default: int) -> int:
     value = event.get(key)
     return int(value) if isinstance(value, int | float) else default
+
+
+def _restored_from(event: Event) -> str:
+    tiers = event.get("tiers")
+    read = [f"{size(count)} from {tier}" for tier, count in tiers.items()] if isinstance(tiers, dict) else []
+    bound = event.get("bound")
+    how = f"rounded within {bound:g} of the next update" if isinstance(bound, int | float) else "bit for bit"
+    return f"{' and '.join(read) or 'nothing read'}, {how}"
 
 
 def _figure(event: Event, key: str) -> str:

@@ -5,11 +5,13 @@ Each is frozen, keyword-only and carries its Attempt; a receiver refuses an olde
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Protocol
 
 from storage.keys import Attempt, StepKey
+from storage.manifest import Tier
 from storage.sources import RestorePlan
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Outcome",
     "OutcomeKind",
     "Phase",
+    "Restored",
     "StepReport",
     "WorkerFacts",
     "World",
@@ -225,14 +228,29 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What one rank read of the Checkpoint that its Attempt began with. ``bound`` None: every tensor is exact."""
+
+    attempt: Attempt
+    step: int
+    bytes_by_tier: Mapping[Tier, int]
+    bound: float | None
+    reseeded: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """``age_s`` is the time since the training thread last made progress, on the worker's monotonic clock."""
+    """``age_s`` is the time since the training thread last made progress, on the worker's monotonic clock.
+
+    ``restored``: set once the state is loaded, where it came from a Checkpoint.
+    """
 
     worker_id: str
     attempt: Attempt | None
     phase: Phase
     step: int
     age_s: float
+    restored: Restored | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from workers.contract import Phase
+from workers.contract import Phase, Restored
 
 __all__ = ["Pulse", "PulseReading"]
 
@@ -23,6 +23,7 @@ class PulseReading:
     phase: Phase
     step: int
     age_s: float
+    restored: Restored | None = None
 
 
 class Pulse:
@@ -32,12 +33,19 @@ class Pulse:
         self._clock = clock
         self._lock = threading.Lock()
         self._phase, self._step, self._beat_at = phase, 0, clock()
+        self._restored: Restored | None = None
 
     def beat(self, phase: Phase | None = None, *, step: int | None = None) -> None:
         """Progress was made; None keeps the phase or the step."""
         with self._lock:
             self._phase = self._phase if phase is None else phase
             self._step = self._step if step is None else step
+            self._beat_at = self._clock()
+
+    def restored(self, restored: Restored) -> None:
+        """The state of an Attempt was loaded; said with every look until the next one is."""
+        with self._lock:
+            self._restored = restored
             self._beat_at = self._clock()
 
     @contextmanager
@@ -52,4 +60,5 @@ class Pulse:
 
     def read(self) -> PulseReading:
         with self._lock:
-            return PulseReading(phase=self._phase, step=self._step, age_s=max(0.0, self._clock() - self._beat_at))
+            age_s = max(0.0, self._clock() - self._beat_at)
+            return PulseReading(phase=self._phase, step=self._step, age_s=age_s, restored=self._restored)

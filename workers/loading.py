@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from storage.open_store import open_store
 from storage.spool_files import spool_directory
-from workers.contract import AttemptSpec
+from workers.contract import AttemptSpec, Restored
 from workers.dataset import TokenDataset
 from workers.errors import LoopMisused
 from workers.models import ModelTemplate, instantiate, materialize
@@ -63,6 +63,7 @@ def load_state(
     parts: WarmParts,
     own_trackers: Mapping[str, Tracker],
     mesh: DeviceMesh,
+    on_restored: Callable[[Restored], None] = lambda _: None,
 ) -> TrainingState:
     """The state with which step ``progress.step + 1`` begins."""
     model = parallelize(_meta_model(makers, parts.template), settings.model, mesh)
@@ -82,7 +83,7 @@ def load_state(
         seed_rng(settings.seed, spec.rank, 0)
         return state
     store = open_store(spec.restore.root_url, settings.checkpoint.store)
-    restore(
+    report = restore(
         state,
         spec.restore,
         store,
@@ -90,6 +91,15 @@ def load_state(
         world_size=spec.world.size,
         seed=settings.seed,
         local_directory=_local_directory(settings, spec),
+    )
+    on_restored(
+        Restored(
+            attempt=spec.attempt,
+            step=report.step,
+            bytes_by_tier=dict(report.bytes_by_tier),
+            bound=report.bound,
+            reseeded=report.reseeded,
+        )
     )
     return state
 

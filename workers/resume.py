@@ -44,7 +44,7 @@ _LOCAL_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"}
 class RestoreReport:
     """What one rank took from the Checkpoint, and from where. ``reseeded``: it had no RNG state of its own there.
 
-    ``bound``: the largest that a rounded tensor of the Checkpoint promises; None when all of it is exact.
+    ``bound``: the largest that a rounded tensor among them promises; None when all are exact.
     """
 
     step: int
@@ -101,13 +101,14 @@ def restore(
     )
     for line in lines:
         logger.info("%s", line)
-    bound = _warn_of_rounding(manifest, rank)
+    bound = _warn_of_rounding(manifest, plan.levels, rank)
     return RestoreReport(step=manifest.step, bytes_by_tier=read, reseeded=reseeded, lines=tuple(lines), bound=bound)
 
 
-def _warn_of_rounding(manifest: Manifest, rank: int) -> float | None:
-    """Say once that this resume is not bit for bit, and by how much; the largest bound of any tensor."""
-    bounds = [layout.bound for layout in manifest.tensors.values() if layout.bound is not None]
+def _warn_of_rounding(manifest: Manifest, levels: tuple[Level, ...] | None, rank: int) -> float | None:
+    """Say once that this resume is not bit for bit, and by how much; the largest bound of any tensor restored."""
+    restored = [layout for layout in manifest.tensors.values() if levels is None or layout.level in levels]
+    bounds = [layout.bound for layout in restored if layout.bound is not None]
     if not bounds:
         return None
     if rank == 0:

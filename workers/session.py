@@ -148,6 +148,7 @@ class Session:
             parts=self._parts,
             own_trackers={DATA_TRACKER: identity},
             mesh=self._groups.mesh,
+            on_restored=self._pulse.restored,
         )
         self._state, self._model = state, weakref.ref(state.model)
         self._begin(state)

@@ -128,7 +128,12 @@ class WorkerProcess:
         with self._changed:
             attempt = None if self._thread is None else self._thread.attempt
         return Heartbeat(
-            worker_id=self._worker_id, attempt=attempt, phase=reading.phase, step=reading.step, age_s=reading.age_s
+            worker_id=self._worker_id,
+            attempt=attempt,
+            phase=reading.phase,
+            step=reading.step,
+            age_s=reading.age_s,
+            restored=reading.restored,
         )
 
     def abandon(self, attempt: Attempt, timeout_s: float) -> AbandonReport:

@@ -125,6 +125,10 @@ def test_another_run_is_gone_on_with_at_any_world_size_and_again_after_a_fault_b
     started = run.events("attempt_started")
     assert [event["restored_step"] for event in started] == [10, 10]
     assert [event["world_size"] for event in started] == [3, 2]
+    restored = run.events("restored")[-1]
+    assert (restored["attempt"], restored["step"]) == (started[-1]["attempt"], 10)
+    assert (restored["fidelity"], restored["bound"]) == ("exact", None)
+    assert restored["tiers"] == {"object-storage": restored["bytes"]}
     chains = expected_chains(run)
     for event in run.events("step"):
         assert (event["tokens"], event["position"]) == (8 * 16 * event["step"], 8 * event["step"])

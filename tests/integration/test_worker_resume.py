@@ -79,6 +79,11 @@ def test_a_resumed_group_continues_the_unbroken_run_at_any_world_size(
         assert [(e.step, e.best_step) for e in resumed[0].evals] == [
             (e.step, e.best_step) for e in unbroken[0].evals[1:]
         ]
+        told = [trio.processes[rank].call("heartbeat").restored for rank in range(world_size)]
+        assert [(one.attempt, one.step, one.bound) for one in told] == [
+            (ended.outcome.attempt, 3, None) for ended in resumed
+        ]
+        assert all(one.bytes_by_tier["object-storage"] > 0 for one in told)
         if world_size == 2:
             assert [r.loss for r in after] == [r.loss for r in whole]
             assert resumed[0].outcome.weights_digest == unbroken[0].outcome.weights_digest

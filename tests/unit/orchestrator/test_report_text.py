@@ -133,6 +133,13 @@ def test_a_view_that_is_not_shown_writes_nothing() -> None:
     assert stream.getvalue() == ""
 
 
+def test_where_a_state_came_from_and_how_exact_it_is_is_a_line() -> None:
+    event = {"event": "restored", "step": 40, "tiers": {"local-disk": 3_000_000, "object-storage": 500}, "bound": None}
+    assert event_line(event) == "restored step 40: 3.0 MB from local-disk and 500 B from object-storage, bit for bit"
+    line = event_line(event | {"tiers": {}, "bound": 0.005})
+    assert line == "restored step 40: nothing read, rounded within 0.005 of the next update"
+
+
 def test_an_evaluation_without_a_best_value_yet_is_still_a_line() -> None:
     assert event_line({"event": "eval", "step": 3, "loss": 2.0, "best": None}) == "eval at step 3: loss 2.000, best ?"
 
