@@ -14,11 +14,14 @@ from typing import TypeVar
 
 from storage.errors import StoreUnavailable
 from storage.object_store import ObjectEntry, ObjectStore
+from storage.retry_tally import RetryTally
+from storage.store_health import FailingCall
 
 __all__ = ["PatientStore"]
 
 T = TypeVar("T")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 5.0
+_SAID_AFTER_S = 10.0
 
 
 class PatientStore:
@@ -92,11 +95,19 @@ class PatientStore:
         if on_failure is None:
             return call()
         began = self._monotonic()
+
+        def say(reason: str, _: float) -> None:
+            """The inner store goes on with its own retries, which take minutes where nothing answers at all."""
+            self._trouble = reason
+            on_failure(reason, self._monotonic() - began)
+
         delay_s = _FIRST_DELAY_S
         try:
             while True:
+                failing = FailingCall(_SAID_AFTER_S, self._monotonic, say)
                 try:
-                    return call()
+                    with RetryTally().counting(failing.note_retry):
+                        return call()
                 # Refusals too: rights that were lost while a Run goes on are mended by people, as an outage is.
                 except StoreUnavailable as error:
                     failing_for_s = self._monotonic() - began

@@ -115,6 +115,7 @@ class RetryingStore:
         limit = self._deadline_s if deadline_s is None else deadline_s
         retry = 0
         while True:
+            began_s = time.monotonic()
             try:
                 return call(limit)
             except StoreRefused:
@@ -122,6 +123,7 @@ class RetryingStore:
             except StoreUnavailable as error:
                 if retry >= self._retries:
                     raise
+                count_retry(f"{type(error).__name__}: {error}", time.monotonic() - began_s)
                 self._wait(error, retry)
                 retry += 1
 
@@ -129,6 +131,5 @@ class RetryingStore:
         delay_s = backoff_s(retry, first_s=self._first_delay_s, longest_s=self._max_delay_s, rng=self._rng)
         with self._lock:
             self._num_retries += 1
-        count_retry()
         logger.warning("%s; retry %d of %d in %.2f s", error, retry + 1, self._retries, delay_s)
         self._sleep(delay_s)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from storage.arena import Arena
@@ -25,7 +26,7 @@ from storage.object_store import ObjectStore
 from storage.outbox import DelayNotice, Outbox, OutboxMessage
 from storage.shipping import MemorySink, key_of, upload_shard, write_snapshot
 from storage.spool import Spool, SpoolEntry
-from storage.store_health import StoreHealth
+from storage.store_health import FailingCall, StoreHealth
 
 __all__ = ["Shipper"]
 
@@ -289,9 +290,17 @@ class Shipper:
 
     def _put(self, shipment: Shipment, receipt: Receipt, data: memoryview) -> Receipt:
         deadline_s = self._config.store.deadline_s
-        return upload_shard(
-            self._store, receipt, data, deadline_s=deadline_s, clock=self._clock, tally=shipment.retries
-        )
+        failing = FailingCall(deadline_s, self._clock, partial(self._say_failing, shipment))
+        put = partial(upload_shard, self._store, receipt, data, deadline_s=deadline_s, clock=self._clock)
+        return put(tally=shipment.retries, on_retry=failing.note_retry)
+
+    def _say_failing(self, shipment: Shipment, reason: str, since_s: float) -> None:
+        with self._changed:
+            since_s = self._health.note_failure(since_s)
+            if self._is_over(shipment):
+                return
+        attempt, step, rank = shipment.attempt, shipment.step, shipment.rank
+        self._outbox.say_delayed(DelayNotice(attempt=attempt, step=step, rank=rank, reason=reason, since_s=since_s))
 
     def _settle(self, shipment: Shipment, receipt: Receipt | None) -> None:
         """``receipt`` None: the Attempt was over before the upload."""
@@ -323,11 +332,7 @@ class Shipper:
             self._give_up_for(shipment, newer)
         else:
             logger.warning("%s: not durable yet, tried again in %.1f s: %s", shipment.where, wait_s, reason)
-            self._outbox.say_delayed(
-                DelayNotice(
-                    attempt=shipment.attempt, step=shipment.step, rank=shipment.rank, reason=reason, since_s=since_s
-                )
-            )
+            self._say_failing(shipment, reason, since_s)
 
     def _give_up_for(self, shipment: Shipment, newer: Shipment) -> None:
         reason = f"superseded by step {newer.step} while the store was away: {shipment.last_reason}"

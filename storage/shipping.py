@@ -93,14 +93,16 @@ def upload_shard(
     deadline_s: float,
     clock: Callable[[], float],
     tally: RetryTally | None = None,
+    on_retry: Callable[[str, float], None] | None = None,
 ) -> Receipt:
     """Put the Shard and read its end back on a second path; the Receipt, now true. ``tally``: retries of earlier tries.
+    ``on_retry``: told why a call is sent again, and how long the one before took.
 
     Raises StoreUnavailable when the store gives back another end than was written: then it is not durable.
     """
     started_at_s = clock()
     tally = tally or RetryTally()
-    with tally.counting():
+    with tally.counting(on_retry):
         store.put(receipt.shard.key, data, deadline_s=deadline_s)
         _read_back(store, receipt.shard, deadline_s)
     logger.info("step %d rank %d: stored %s", receipt.step, receipt.shard.rank, receipt.shard.key)

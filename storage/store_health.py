@@ -5,7 +5,29 @@ It calls nothing and waits for nothing; the Keeper owns and locks it.
 
 from __future__ import annotations
 
-__all__ = ["StoreHealth"]
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["FailingCall", "StoreHealth"]
+
+_SAID_AFTER_S: Final = 10.0  # of failing: less is a hiccup, which retries are for
+
+
+class FailingCall:
+    """Says of one call that it fails, long before its retries are used up where the store is silent: each of them
+    takes a whole deadline then."""
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float], say: Callable[[str, float], None]) -> None:
+        self._deadline_s, self._clock, self._say = deadline_s, clock, say
+        self._since_s: float | None = None
+
+    def note_retry(self, reason: str, tried_s: float) -> None:
+        """A call failed after ``tried_s`` and will be sent again."""
+        now_s = self._clock()
+        if self._since_s is None:
+            self._since_s = now_s - tried_s
+        if tried_s >= self._deadline_s or now_s - self._since_s >= _SAID_AFTER_S:
+            self._say(reason, self._since_s)
 
 
 class StoreHealth:
@@ -21,7 +43,7 @@ class StoreHealth:
         self.failing_since_s = None
 
     def note_failure(self, now_s: float) -> float:
-        """An upload used up its retries; since when the store has been failing."""
+        """The store fails an upload, for long or for good; since when it has been failing."""
         if self.failing_since_s is None:
             self.failing_since_s = now_s
         return self.failing_since_s

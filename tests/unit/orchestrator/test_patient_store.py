@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.patient_store import PatientStore
 from storage.errors import StoreUnavailable
+from storage.retrying import RetryingStore
 from tests.fakes.away_store import AwayStore
 
 
@@ -40,6 +41,19 @@ def test_a_patient_call_is_made_until_the_store_is_back_and_says_each_time_for_h
     assert scene.inner.get("k") == b"v"
     assert scene.failures == [0.0, 0.5, 1.5, 3.5, 7.5, 12.5, 17.5]
     assert scene.store.trouble is None
+
+
+def test_a_call_is_said_to_fail_while_the_inner_store_still_has_retries() -> None:
+    scene = Scene(back_at=40.0)
+    scene.store = PatientStore(
+        RetryingStore(scene.inner, retries=50, sleep=lambda _: scene._pause(4.0)),
+        limit_s=100.0,
+        monotonic=lambda: scene.now,
+        pause=scene._pause,
+    )
+    scene.put()
+    assert scene.failures == [12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0]
+    assert scene.inner.get("k") == b"v"
 
 
 def test_without_patience_after_it_and_past_the_limit_an_outage_is_an_error() -> None:

@@ -5,12 +5,15 @@ Real: Keepers with their threads, spool files, shared memory. The store is an in
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from storage.config import StoreConfig
 from storage.errors import StoreRefused
+from storage.retrying import RetryingStore
 from tests.fakes.flaky_store import FlakyStore
 from tests.fakes.keeper_bench import (
     FIRST,
@@ -78,6 +81,36 @@ def test_a_delay_is_told_with_how_long_the_store_has_been_failing(bench: KeeperB
     assert (attempt, step, rank, failing_for_s) == (FIRST, 10, 1, 0.0)
     assert "503 for the sixth time" in reason
     assert sink.failures == []
+
+
+def test_an_upload_that_runs_into_its_deadline_is_told_of_while_retries_are_left(bench: KeeperBench) -> None:
+    store, sink, clock = FlakyStore(is_away=True), RecordingSink(), Clock()
+    answer = threading.Event()
+
+    def pause(_: float) -> None:
+        answer.wait(WAIT_S)  # the first try has failed; five more are to come
+        store.come_back()
+
+    patient = RetryingStore(store, retries=5, deadline_s=0.0, sleep=pause)
+    config = bench.config.model_copy(update={"store": StoreConfig(deadline_s=1e-9)})
+    keeper = bench.keeper(patient, sink, config=config, clock=clock)
+    save(keeper, state(1), attempt=FIRST, step=10)
+    sink.wait_for_delays(1)
+    assert (store.tried, sink.delays[0][1], sink.receipts) == ([key(10)], 10, [])
+    assert keeper.status().failing_for_s > 0.0
+    answer.set()
+    assert keeper.flush(WAIT_S)
+    assert keeper.status().failing_for_s == 0.0
+    assert [receipt.step for receipt in sink.receipts] == [10]
+
+
+def test_a_hiccup_that_a_retry_cures_is_not_told(bench: KeeperBench) -> None:
+    store, sink = FlakyStore(is_away=True), RecordingSink()
+    patient = RetryingStore(store, retries=5, sleep=lambda _: store.come_back())
+    keeper = bench.keeper(patient, sink)
+    save(keeper, state(1), attempt=FIRST, step=10)
+    assert keeper.flush(WAIT_S)
+    assert (sink.delays, [receipt.retries for receipt in sink.receipts]) == ([], [1])
 
 
 def test_a_refusal_is_given_up_at_once(bench: KeeperBench) -> None:
