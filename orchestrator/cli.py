@@ -151,6 +151,8 @@ def _load(path: Path, overrides: list[str]) -> RunConfig:
     if not config.model.config:
         raise ConfigError(str(path), ("model.config is missing: only a training loop of your own can do without",))
     logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if config.log_level != "DEBUG":
+        logging.getLogger("storage.retrying").setLevel(logging.ERROR)  # an outage is said once, as an event
     return config
 
 

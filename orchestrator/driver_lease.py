@@ -33,11 +33,15 @@ class HeldLease(Protocol):
 
 
 class DriverLease:
-    """Renews every ``interval_s`` until closed; sets ``lost`` when another driver has taken the Run over."""
+    """Renews every ``interval_s`` until closed; sets ``lost`` when another driver has taken the Run over.
 
-    def __init__(self, lease: HeldLease, interval_s: float) -> None:
+    One failed renewal is nothing to tell; ``warn_after_s`` of them are told once.
+    """
+
+    def __init__(self, lease: HeldLease, interval_s: float, *, warn_after_s: float = 10.0) -> None:
         self._lease = lease
-        self._interval_s = interval_s
+        self._interval_s, self._warn_after_s = interval_s, warn_after_s
+        self._has_warned = False
         self.lost = threading.Event()
         self._closed = threading.Event()
         self._failing_since: float | None = None
@@ -78,11 +82,14 @@ class DriverLease:
     def _note_failure(self, error: StorageError) -> None:
         if self._failing_since is None:
             self._failing_since = time.monotonic()
-            _log.warning("the lease cannot be renewed, which is tried on and on: %s", error)
-        else:
+        failing_s = time.monotonic() - self._failing_since
+        if failing_s < self._warn_after_s or self._has_warned:
             _log.debug("the lease cannot be renewed: %s", error)
+            return
+        self._has_warned = True
+        _log.warning("the lease could not be renewed for %.0f s, which is tried on and on: %s", failing_s, error)
 
     def _note_success(self) -> None:
-        if self._failing_since is not None:
+        if self._failing_since is not None and self._has_warned:
             _log.info("the lease is renewed again after %.0f s", time.monotonic() - self._failing_since)
-        self._failing_since = None
+        self._failing_since, self._has_warned = None, False

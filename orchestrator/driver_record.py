@@ -14,6 +14,7 @@ from orchestrator.controller import RunEnd
 from orchestrator.event_mirror import EventMirror, fetch_events
 from orchestrator.exit_codes import ExitCode
 from orchestrator.options import DriverOptions
+from orchestrator.patient_store import PatientStore
 from orchestrator.progress import ProgressView, open_progress
 from orchestrator.report_text import report_text
 from orchestrator.run_identity import RunIdentity, make_run_id
@@ -26,6 +27,7 @@ from storage.object_store import ObjectStore
 __all__ = ["DriverRecord", "events_path_of"]
 
 _log = logging.getLogger(__name__)
+_LAST_WORD_S = 10.0  # a store that hangs must not hold up the exit
 
 
 def events_path_of(run_url: str, run_id: str) -> Path:
@@ -51,12 +53,18 @@ class _TeeSink:
 
 
 class DriverRecord:
-    """A context: opens the event file, closes it and the display whatever happens."""
+    """A context: opens the event file, closes it and the display whatever happens. ``one_try``: without retries."""
 
     def __init__(
-        self, store: ObjectStore, identity: RunIdentity, config: RunConfig, options: DriverOptions, report_to: TextIO
+        self,
+        store: ObjectStore,
+        one_try: ObjectStore,
+        identity: RunIdentity,
+        config: RunConfig,
+        options: DriverOptions,
+        report_to: TextIO,
     ) -> None:
-        self._store = store
+        self._last_word = PatientStore(one_try, limit_s=_LAST_WORD_S, deadline_s=_LAST_WORD_S)
         self._identity = identity
         self._config = config
         self._options = options
@@ -71,7 +79,7 @@ class DriverRecord:
         self.sink = _TeeSink(self._log, self._view)
         is_in_place = self._path.resolve() == events_path_of(config.run.url, identity.run_id).resolve()
         is_local = "://" not in config.run.url or config.run.url.startswith("file://")
-        self._mirror = None if is_local and is_in_place else EventMirror(store, self._path)
+        self._mirror = None if is_local and is_in_place else EventMirror(one_try, self._path)
 
     def __enter__(self) -> Self:
         self.sink.emit(
@@ -112,7 +120,8 @@ class DriverRecord:
         summary = summarize(read_events(self._path))
         text = json.dumps(summary, indent=1)
         try:
-            self._store.put(SUMMARY, text.encode())
+            with self._last_word.patience(lambda reason, _: _log.debug("summary.json: %s", reason)):
+                self._last_word.put(SUMMARY, text.encode(), deadline_s=_LAST_WORD_S)
         except StorageError as error:
             _log.error("summary.json could not be written: %s", error)
         if self._options.json_output:

@@ -14,7 +14,7 @@ __all__ = ["EventMirror", "fetch_events"]
 
 _log = logging.getLogger(__name__)
 _DEADLINE_S = 30.0
-_LAST_S = 5.0  # at the end, in an outage
+_LAST_S = 5.0  # of each of two tries at the end: an exit waits no longer for a store that is away
 
 
 def fetch_events(store: ObjectStore, path: Path) -> None:
@@ -42,8 +42,8 @@ def _joined(local: bytes, stored: bytes) -> bytes:
 
 
 class EventMirror:
-    """Uploads ``path`` every ``interval_s`` when it grew, and once more on close. A store that is away is warned of
-    once; what was missed is in the next copy, since each is whole."""
+    """Uploads ``path`` every ``interval_s`` when it grew, and once more on close. What a store that is away missed is
+    in the next copy, since each is whole; that the last one is missing is warned of."""
 
     def __init__(self, store: ObjectStore, path: Path, interval_s: float = 10.0) -> None:
         self._store = store
@@ -57,23 +57,28 @@ class EventMirror:
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join(timeout=_LAST_S if self._is_failing else _DEADLINE_S)
-        self._upload(_LAST_S if self._is_failing else _DEADLINE_S)
+        self._thread.join(timeout=_LAST_S)
+        try:
+            self._upload(_LAST_S)
+        except StorageError:
+            self._upload_or_say(_LAST_S, logging.WARNING)
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s):
-            self._upload(_DEADLINE_S)
+            self._upload_or_say(_DEADLINE_S, logging.DEBUG if self._is_failing else logging.INFO)
 
     def _upload(self, deadline_s: float) -> None:
         size = self._path.stat().st_size
         if size == self._uploaded:
             return
-        try:
-            self._store.put(EVENTS, self._path.read_bytes(), deadline_s=deadline_s)
-        except StorageError as error:
-            level = logging.DEBUG if self._is_failing and not self._closed.is_set() else logging.WARNING
-            _log.log(level, "events are not copied to %s for now: %s", self._store.url, error)
-            self._is_failing = True
-            return
+        self._store.put(EVENTS, self._path.read_bytes(), deadline_s=deadline_s)
         self._uploaded = size
         self._is_failing = False
+
+    def _upload_or_say(self, deadline_s: float, level: int) -> None:
+        try:
+            self._upload(deadline_s)
+        except StorageError as error:
+            what = "the last events are not" if self._closed.is_set() else "events are not, for now,"
+            _log.log(level, "%s copied to %s: %s", what, self._store.url, error)
+            self._is_failing = True

@@ -87,13 +87,16 @@ def run_driver(
             # A connection that outlives this driver must not keep the Run claimed.
             at_end.callback(ray.kill, actor, no_restart=True)
             lease = acquire(store, run_id, nonce=nonce, ttl_s=LEASE_TTL_S)
+            # For what comes again soon anyway, and for what must not hold up the end.
+            one_try = open_store(config.run.url, config.checkpoint.store.model_copy(update={"retries": 0}))
+            lease.renew_through(one_try)
         except LeaseHeld as error:
             _log.error("%s", error)
             return ExitCode.REFUSED
         except StorageError as error:
             raise cannot_start(config.run.url, f"run.url cannot be reached: {error}", error) from error
         with DriverLease(lease, LEASE_TTL_S / 5) as held:
-            driver = _Driver(config, options, run_id, nonce, store, train_loop, loop_config or {}, report_to)
+            driver = _Driver(config, options, run_id, nonce, store, one_try, train_loop, loop_config or {}, report_to)
             return driver.drive(CoordinatorClient(actor), stop_requested, held.lost)
 
 
@@ -107,6 +110,7 @@ class _Driver:
         run_id: str,
         nonce: str,
         store: ObjectStore,
+        one_try: ObjectStore,
         train_loop: TrainLoop | None,
         loop_config: dict[str, Any],
         report_to: TextIO,
@@ -116,6 +120,7 @@ class _Driver:
         self._run_id = run_id
         self._nonce = nonce
         self._store = store
+        self._one_try = one_try
         self._train_loop = train_loop
         self._loop_config = loop_config
         self._report_to = report_to
@@ -127,7 +132,8 @@ class _Driver:
         log = CommitLog(self._store, self._run_id)
         resume = parse_resume(self._config, log)
         identity = open_run_record(self._store, self._run_id)
-        with DriverRecord(self._store, identity, self._config, self._options, self._report_to) as record:
+        parts = (identity, self._config, self._options, self._report_to)
+        with DriverRecord(self._store, self._one_try, *parts) as record:
             record.sink.emit("store_facts", **facts.as_json())
             ensure_dataset(self._config, record.note)
             first_number = 1 + max(

@@ -83,8 +83,8 @@ class RunStatus:
                 self.phase = str(event.get("status", "finished"))
 
     def is_said_already(self, event: Event) -> bool:
-        """Each failed save of an outage is counted when the outage ends; saying them one by one tells nothing more."""
-        return self.is_store_away and event.get("event") == "save_failed"
+        """Each missed save of an outage is counted when the outage ends; saying them one by one tells nothing more."""
+        return self.is_store_away and event.get("event") in ("save_failed", "save_skipped")
 
     def _add_commit(self, step: int) -> None:
         self.committed_step = self._base_step = step
@@ -164,6 +164,8 @@ def event_line(event: Event) -> str | None:
             return f"save of step {event.get('step')} is slow ({usual}): {event.get('cause')}"
         case "save_failed":
             return f"save of step {event.get('step')} failed: {event.get('reason')}"
+        case "save_skipped":
+            return f"save of step {event.get('step')} skipped: {event.get('reason')}"
         case "quarantined":
             return f"checkpoint of step {event.get('step')} taken out of use: {event.get('key')}: {event.get('reason')}"
         case "eval":

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -156,6 +156,10 @@ class Lease:
         self._counter = 0
         self._replaces: tuple[str, ...] = ()
         self._is_lost = False
+
+    def renew_through(self, store: ObjectStore) -> None:
+        """Use ``store``, of the same place, from here on: renewals come often and need no retries of their own."""
+        self._around = replace(self._around, store=store)
 
     def renew(self, attempt_number: int | None = None) -> None:
         """Show that this driver lives. Raises LeaseHeld once another one has taken over; that is final."""

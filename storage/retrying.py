@@ -131,5 +131,5 @@ class RetryingStore:
         delay_s = backoff_s(retry, first_s=self._first_delay_s, longest_s=self._max_delay_s, rng=self._rng)
         with self._lock:
             self._num_retries += 1
-        logger.warning("%s; retry %d of %d in %.2f s", error, retry + 1, self._retries, delay_s)
+        logger.info("%s; retry %d of %d in %.2f s", error, retry + 1, self._retries, delay_s)
         self._sleep(delay_s)

@@ -331,7 +331,7 @@ class Shipper:
         elif newer is not None:
             self._give_up_for(shipment, newer)
         else:
-            logger.warning("%s: not durable yet, tried again in %.1f s: %s", shipment.where, wait_s, reason)
+            logger.info("%s: not durable yet, tried again in %.1f s: %s", shipment.where, wait_s, reason)
             self._say_failing(shipment, reason, since_s)
 
     def _give_up_for(self, shipment: Shipment, newer: Shipment) -> None:
@@ -339,7 +339,7 @@ class Shipper:
         self._give_up(shipment, reason, is_superseded=True)
 
     def _give_up(self, shipment: Shipment, reason: str, *, is_superseded: bool = False) -> None:
-        logger.warning("%s: given up: %s", shipment.where, reason)
+        logger.info("%s: given up: %s", shipment.where, reason)
         self._note_error(f"step {shipment.step} rank {shipment.rank}: {reason}")
         with self._changed:
             is_over = self._is_over(shipment)

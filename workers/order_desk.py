@@ -36,7 +36,7 @@ class OrderDesk:
         self._binder.settle(courier.take_settled())
         binding = self._binder.bind(step, courier.newest_order())
         if binding.skipped_step is not None:
-            _log.warning("step %d is not saved: two saves are still under way", binding.skipped_step)
+            _log.info("step %d is not saved: two saves are still under way", binding.skipped_step)
             courier.report_skipped(binding.skipped_step)
         if binding.bound is not None:
             courier.report_bound(binding.bound)

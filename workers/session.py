@@ -343,7 +343,7 @@ class Session:
             wait_s=wait_s,
         )
         if not result.staged:
-            _log.warning("rank %d: step %d is not saved: no buffer came free within %g s", self.rank, step, wait_s)
+            _log.info("rank %d: step %d is not saved: no buffer came free within %g s", self.rank, step, wait_s)
             return False
         _log.info("rank %d staged step %d: %d bytes in %.3f s", self.rank, step, result.num_bytes, result.stall_s)
         return True

@@ -109,7 +109,7 @@ class Stager:
         save_tensors(capture.tensors, writer, self._planner)
         stall_s = time.monotonic() - started - waited_s
         if writer.filled is None:
-            logger.warning("rank %d step %d: no buffer within %.1f s, save skipped", rank, step, wait_s)
+            logger.info("rank %d step %d: no buffer within %.1f s, save skipped", rank, step, wait_s)
             return StageResult(staged=False, stall_s=stall_s, num_bytes=0)
         filled = writer.filled
         self._keeper.seal(

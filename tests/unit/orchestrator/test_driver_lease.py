@@ -35,11 +35,19 @@ class ScriptedLease:
 
 def test_an_outage_however_long_is_no_loss_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     lease = ScriptedLease(*[AWAY] * 50, None)
-    with DriverLease(lease, 0.001) as held:
+    with DriverLease(lease, 0.001, warn_after_s=0.0) as held:
         assert lease.renewed_often.wait(10.0)
         assert not held.lost.is_set()
     assert lease.is_released
     assert [record.levelname for record in caplog.records if record.levelname == "WARNING"] == ["WARNING"]
+
+
+def test_a_renewal_that_fails_now_and_then_is_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
+    lease = ScriptedLease(AWAY, None, AWAY, AWAY, None)
+    with DriverLease(lease, 0.001, warn_after_s=3600.0):
+        assert lease.renewed_often.wait(10.0)
+    assert lease.is_released
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def test_a_driver_that_finds_another_one_after_an_outage_has_lost_the_lease_for_good() -> None:

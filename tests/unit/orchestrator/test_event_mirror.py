@@ -47,7 +47,9 @@ def test_the_copy_is_complete_once_the_mirror_is_closed(tmp_path: Path) -> None:
     assert store.get(EVENTS) == b"1\n2\n"
 
 
-def test_an_outage_loses_no_event_and_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_loses_no_event_and_is_no_warning_when_it_is_over_in_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store, path = AwayStore(), tmp_path / "events.jsonl"
     store.is_away = True
     path.write_bytes(b"1\n")
@@ -59,4 +61,17 @@ def test_an_outage_loses_no_event_and_is_warned_of_once(tmp_path: Path, caplog: 
     finally:
         mirror.close()
     assert store.get(EVENTS) == b"1\n2\n"
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_an_end_in_an_outage_warns_once_that_the_last_events_are_only_here(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, path = AwayStore(), tmp_path / "events.jsonl"
+    store.is_away = True
+    path.write_bytes(b"1\n")
+    mirror = EventMirror(store, path, interval_s=0.001)
+    assert store.failed_often.wait(10.0)
+    mirror.close()
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "the last events are not copied" in warning.getMessage()

@@ -285,3 +285,14 @@ def test_a_process_is_alive_until_it_ends_even_if_nobody_waits_for_it() -> None:
 def test_this_process_knows_itself() -> None:
     assert local_owner() == local_owner()
     assert local_owner().pid == os.getpid()
+
+
+def test_renewals_go_through_the_store_that_they_are_given(world: World) -> None:
+    lease = world.acquire(MIDDLE)
+    other = MemoryStore()
+    other._objects = world.store._objects
+    before = world.store.get(lease_key(MIDDLE))
+    lease.renew_through(other)
+    world.store = None  # type: ignore[assignment]
+    lease.renew()
+    assert other.get(lease_key(MIDDLE)) != before

@@ -1,0 +1,78 @@
+"""The end of a driver's record while its store hangs or refuses: the report is printed, and the exit is not held up."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+import orchestrator.driver_record
+from orchestrator.config import RunConfig
+from orchestrator.controller import RunEnd
+from orchestrator.driver_record import DriverRecord
+from orchestrator.exit_codes import ExitCode
+from orchestrator.options import DriverOptions
+from orchestrator.run_identity import open_run_record
+from storage.keys import SUMMARY
+from tests.fakes.away_store import AwayStore
+
+
+@pytest.fixture
+def store() -> AwayStore:
+    return AwayStore(prefix=SUMMARY)
+
+
+def finish(store: AwayStore, directory: Path) -> str:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "mine", "url": "memory://driver-record", "steps": 8},
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"url": "memory://data", "sequence_length": 16, "global_batch": 8, "micro_batch": 2},
+        }
+    )
+    report = io.StringIO()
+    options = DriverOptions(json_output=True, show_progress=False, events_path=directory / "events.jsonl")
+    with DriverRecord(store, store, open_run_record(store, "run"), config, options, report) as record:
+        code = record.finish(RunEnd(exit_code=ExitCode.STORAGE_OUTAGE, reason="away for too long"))
+    assert code is ExitCode.STORAGE_OUTAGE
+    return report.getvalue()
+
+
+def test_a_hiccup_at_the_end_costs_no_summary(store: AwayStore, tmp_path: Path) -> None:
+    calls = itertools.count()
+
+    def away_once() -> None:
+        store.is_away = next(calls) == 0
+
+    store.before_call = away_once
+    report = json.loads(finish(store, tmp_path))
+    assert json.loads(store.get(SUMMARY)) == report
+    assert store.num_failed == 1
+
+
+def test_in_an_outage_the_report_is_printed_and_the_missing_summary_is_named(
+    store: AwayStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(orchestrator.driver_record, "_LAST_WORD_S", 0.0)
+    store.is_away = True
+    report = json.loads(finish(store, tmp_path))
+    assert report["exit_reason"] == "away for too long"
+    assert store.num_failed == 1, "one try, and no second one beyond the limit"
+    assert "summary.json could not be written" in caplog.text
+
+
+def test_each_try_has_the_short_deadline_of_a_last_word(store: AwayStore, tmp_path: Path) -> None:
+    seen: list[float] = []
+    put = store.put
+
+    def recorded(key: str, data: bytes | memoryview, *, deadline_s: float = 60.0) -> None:
+        if key == SUMMARY:
+            seen.append(deadline_s)
+        put(key, data, deadline_s=deadline_s)
+
+    store.put = recorded  # type: ignore[method-assign]
+    finish(store, tmp_path)
+    assert seen == [10.0]
