@@ -17,6 +17,7 @@ from orchestrator.failure_policy import Counters
 from storage.errors import LeaseHeld
 from storage.keys import JOURNAL, journal_key
 from storage.object_store import ObjectStore
+from storage.retrying import RetryingStore
 
 __all__ = ["Journal", "JournalEntry"]
 
@@ -40,6 +41,8 @@ class Journal:
 
     def __init__(self, store: ObjectStore, nonce: str, now_utc: Callable[[], str]) -> None:
         self._store = store
+        # To append, which the caller tries again: with retries in here nobody could look about for minutes.
+        self._once = store.inner if isinstance(store, RetryingStore) else store
         self._nonce = nonce
         self._now_utc = now_utc
         self.entries: list[JournalEntry] = []
@@ -75,13 +78,13 @@ class Journal:
         sequence = 1 + max((entry.sequence for entry in self.entries), default=0)
         entry = JournalEntry(sequence=sequence, kind=kind, time_utc=self._now_utc(), fields=values)
         body = {"kind": kind, "time_utc": entry.time_utc, "fields": values}
-        self._store.put(journal_key(sequence, self._nonce), json.dumps(body, indent=1).encode(), deadline_s=deadline_s)
+        self._once.put(journal_key(sequence, self._nonce), json.dumps(body, indent=1).encode(), deadline_s=deadline_s)
         self.entries.append(entry)
         return entry
 
     def _check_alone(self, deadline_s: float) -> None:
         own = f".{self._nonce}.json"
-        for listed in self._store.list(JOURNAL, deadline_s=deadline_s):
+        for listed in self._once.list(JOURNAL, deadline_s=deadline_s):
             if listed.key not in self._known and not listed.key.endswith(own) and _NAME.search(listed.key):
                 raise LeaseHeld(self._store.url, f"it wrote {listed.key}")
 

@@ -160,12 +160,26 @@ class StoreWaits:
 
     def last_try(self, step: int, limit_s: float, stop: Stop) -> Stop:
         """All ranks left for the end: the save they made on leaving gets its time, or a last try in an outage."""
-        is_outage = self.is_away or stop.exit_code is ExitCode.STORAGE_OUTAGE
-        self._coordinator.wait_settled(step, min(limit_s, _LAST_TRY_S) if is_outage else limit_s)
+        is_outage = stop.exit_code is ExitCode.STORAGE_OUTAGE
+        until, is_short = self._monotonic() + limit_s, False
+        while True:
+            now = self._monotonic()
+            if not is_short and (self.is_away or is_outage):
+                until, is_short = min(until, now + _LAST_TRY_S), True
+            if now >= until or self._coordinator.wait_settled(step, min(_SLICE_S, until - now)):
+                break
+            self.take_signals()
         self.take_signals()
-        if is_outage and self._coordinator.has_committed(step):
-            return replace(stop, reason=f"{stop.reason}; the last save, of step {step}, was committed after all")
-        return stop
+        if self._coordinator.has_committed(step):
+            after_all = f"{stop.reason}; the last save, of step {step}, was committed after all"
+            return replace(stop, reason=after_all) if is_outage else stop
+        if is_outage:
+            return stop  # its reason says what is lost
+        facts = self._watch.facts(self._monotonic())
+        durable = f"step {facts.durable_step}" if facts.durable_step else "none"
+        lost = f"newest checkpoint: {durable}, {facts.at_risk_steps} steps ({facts.at_risk_s:.0f} s) after it are lost"
+        away = f"; the store has been away for {facts.away_s:.0f} s: {facts.reason}" if facts.away_s else ""
+        return replace(stop, reason=f"{stop.reason}; the last save, of step {step}, was not committed; {lost}{away}")
 
     def _is_answering(self) -> bool:
         """A save may be lost for another reason than the outage, and would never be over: so the store is asked."""

@@ -9,6 +9,7 @@ from orchestrator.journal import Journal
 from storage.errors import LeaseHeld, StoreUnavailable
 from storage.memory_store import MemoryStore
 from storage.object_store import ObjectStore
+from storage.retrying import RetryingStore
 from tests.fakes.away_store import AwayStore
 
 FIRST, SECOND = "0000aaaa", "0000bbbb"
@@ -42,6 +43,14 @@ def test_an_entry_that_an_outage_held_up_is_written_once_under_its_number() -> N
     store.is_away = False
     writer.append("attempt", number=2)
     assert [entry.fields["number"] for entry in journal(store, SECOND).entries] == [1, 2]
+
+
+def test_an_entry_is_tried_once_by_itself_since_its_writer_tries_again() -> None:
+    store = AwayStore("journal")
+    writer = journal(RetryingStore(store, retries=5, sleep=lambda _: pytest.fail("it waited")), FIRST)
+    store.is_away = True
+    with pytest.raises(StoreUnavailable):
+        writer.append("attempt", number=1)
 
 
 def test_a_driver_that_was_replaced_while_it_was_cut_off_writes_no_entry() -> None:

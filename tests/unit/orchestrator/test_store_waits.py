@@ -10,12 +10,13 @@ import pytest
 from orchestrator.decisions import Stop
 from orchestrator.exit_codes import ExitCode
 from orchestrator.recorder import Recorder
-from orchestrator.signals import Committed, SaveDelayed, Signal
+from orchestrator.signals import Committed, SaveDelayed, Signal, StepFinished
 from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
 from storage.config import CheckpointConfig
 from storage.errors import ObjectMissing, StoreRefused, StoreUnavailable
 from storage.keys import Attempt
+from workers.contract import StepReport
 
 ATTEMPT = Attempt(number=1, nonce="00000000")
 DELAY = SaveDelayed(attempt=ATTEMPT, step=10, rank=0, reason="503", failing_for_s=0.0)
@@ -194,9 +195,28 @@ def test_the_last_save_of_a_run_that_an_outage_ends_gets_one_more_try() -> None:
     assert scene.now == 10.0
     scene = Scene(settled_at=0.0)
     assert "committed after all" in scene.waits.last_try(10, 60.0, stop).reason
+
+
+def test_a_stop_whose_last_save_is_not_committed_says_what_is_lost() -> None:
     scene = Scene()
-    assert scene.waits.last_try(10, 60.0, STOPPED) is STOPPED
+    report = StepReport(step=10, loss=1.0, grad_norm=1.0, lr=0.1, tokens=1, position=1, sample_chain="c", step_s=1.0,
+                        finished_at_s=0.0)  # fmt: skip
+    scene.waits.begin_attempt(4)
+    scene.signals = [StepFinished(attempt=ATTEMPT, report=report)]
+    ended = scene.waits.last_try(10, 60.0, STOPPED)
     assert scene.now == 60.0
+    assert ended.exit_code is ExitCode.STOPPED
+    assert "asked; the last save, of step 10, was not committed; newest checkpoint: step 4, 6 steps" in ended.reason
+    scene = Scene(settled_at=30.0)
+    assert scene.waits.last_try(10, 60.0, STOPPED) is STOPPED
+
+
+def test_a_stop_waits_no_longer_once_the_store_turns_out_to_be_away() -> None:
+    scene = Scene()
+    ended = keep_failing(scene, until=1e9, act=lambda: scene.waits.last_try(10, 60.0, STOPPED))
+    assert 10.0 <= scene.now <= 11.0
+    assert isinstance(ended, Stop)
+    assert "the store has been away for" in ended.reason
 
 
 def keep_failing(scene: Scene, *, until: float, act: Callable[[], Stop | None]) -> Stop | None:
