@@ -47,6 +47,7 @@ class SlowSaves:
         self._floor_s = floor_s
         self._began_at: dict[int, float] = {}
         self._said: set[int] = set()
+        self._explained: set[int] = set()
         self._totals: deque[float] = deque(maxlen=_REMEMBERED)
         self._parts: deque[Mapping[str, float]] = deque(maxlen=_REMEMBERED)
 
@@ -55,23 +56,28 @@ class SlowSaves:
         self._began_at.setdefault(step, now_s)
 
     def explain(self, step: int) -> None:
-        """Why the save of ``step`` takes long is known and was said."""
-        self._said.add(step)
+        """The store fails the save of ``step``, which was said. That holds up every other save under way as well, and
+        their times say nothing about what is usual."""
+        self._explained |= {step, *self._began_at}
 
     def forget(self, step: int) -> None:
         """It was given up: its time says nothing about the next."""
         self._began_at.pop(step, None)
         self._said.discard(step)
+        self._explained.discard(step)
 
     def forget_all(self) -> None:
         self._began_at.clear()
         self._said.clear()
+        self._explained.clear()
 
     def committed(self, step: int, receipts: Sequence[Receipt], commit_s: float, now_s: float) -> SlowSave | None:
         """Take a save's times in; the word about it when it was slow and was not called so before."""
         began_at = self._began_at.get(step, now_s)
-        is_said = step in self._said
+        is_said, is_explained = step in self._said, step in self._explained
         self.forget(step)
+        if is_explained:
+            return None
         total_s = now_s - began_at
         parts = {name: max(map(part, receipts)) for name, part in _PARTS.items()} | {_COMMIT: commit_s}
         limit_s, usual_s = self._limit_s(), self._usual_s()
@@ -88,7 +94,7 @@ class SlowSaves:
         slow = []
         for step, ranks in missing.items():
             waited_s = now_s - self._began_at.setdefault(step, now_s)
-            if waited_s <= limit_s or step in self._said:
+            if waited_s <= limit_s or step in self._said | self._explained:
                 continue
             self._said.add(step)
             shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -80,3 +80,17 @@ def test_saves_that_are_over_in_no_time_are_never_slow() -> None:
         saves.committed(step, [receipt(0)], 0.1, step * 100.0 + 0.5)
     saves.begin(9, 900.0)
     assert saves.committed(9, [receipt(0, upload_s=9.0)], 0.1, 909.5) is None
+
+
+def test_saves_that_an_outage_holds_up_are_not_called_slow_and_change_nothing_about_what_is_usual() -> None:
+    saves = after_usual_saves()
+    saves.begin(9, 900.0)
+    saves.begin(10, 910.0)
+    saves.explain(9)
+    assert saves.overdue({9: (1,), 10: (0,)}, 990.0) == []
+    for step in (9, 10):
+        assert saves.committed(step, [receipt(0), receipt(1)], 60.0, 1000.0) is None
+    saves.begin(11, 1100.0)
+    word = saves.committed(11, [receipt(0), receipt(1)], 16.0, 1120.0)
+    assert word is not None
+    assert word.usual_s == 4.0
