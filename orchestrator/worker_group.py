@@ -18,6 +18,7 @@ from orchestrator.node_agent import NodeAgentActor
 from orchestrator.placement import NodePlacement, on_node
 from orchestrator.scaling_policy import WorkerView
 from orchestrator.start_failure import is_refusal, reason_of
+from storage.errors import KeeperRefused
 from storage.keys import Attempt
 from workers.contract import AttemptSpec, WorkerFacts
 
@@ -95,13 +96,15 @@ class WorkerGroup:
         self._nodes: dict[str, NodeParts] = {}
         self._workers: dict[str, Worker] = {}
         self._admitting: dict[str, Future[NodeParts]] = {}
+        self._refused: dict[str, list[WorkerLost]] = {}  # by Keepers, for each node
         self._num_spawned = 0
         self._threads = ThreadPoolExecutor(max_workers=_ADMIT_THREADS, thread_name_prefix="admit")
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def known_nodes(self) -> frozenset[str]:
-        return frozenset(self._nodes) | frozenset(self._admitting)
+        """Those in use, on their way, or left alone because their Keeper refuses to be made."""
+        return frozenset(self._nodes) | frozenset(self._admitting) | self._left_alone()
 
     def admit(self, node_id: str, count: int) -> None:
         """Begin to use a node for ``count`` workers; agent and Keeper start beside everything else."""
@@ -130,8 +133,12 @@ class WorkerGroup:
             error = future.exception()
             if error is None:
                 self._nodes[node_id] = future.result()
-            else:
-                lost.append(WorkerLost(worker_id="-", node_id=node_id, reason=f"{type(error).__name__}: {error}"))
+                self._refused.pop(node_id, None)
+                continue
+            is_refusal, reason = isinstance(error, KeeperRefused), f"{type(error).__name__}: {error}"
+            lost.append(WorkerLost(worker_id="-", node_id=node_id, reason=reason, is_refusal=is_refusal))
+            if is_refusal:
+                self._refused.setdefault(node_id, []).append(lost[-1])
         self._spawn_missing(max_workers, draining)
         lost.extend(self._poll_starting())
         return tuple(lost)
@@ -190,6 +197,7 @@ class WorkerGroup:
             ray.kill(worker.actor, no_restart=True)
             del self._workers[worker.worker_id]
         self._give_up_admission(node_id)
+        self._refused.pop(node_id, None)
         parts = self._nodes.pop(node_id, None)
         if parts is not None:
             parts.placement.remove()
@@ -220,10 +228,14 @@ class WorkerGroup:
     def refusal(self) -> WorkerLost | None:
         """Why no worker can start: set once workers refused to start on every node and none is ready anywhere."""
         refusals = [parts.refusal for parts in self._nodes.values()]
+        refusals += [self._refused[node_id][-1] for node_id in self._left_alone()]
         is_anyone_ready = any(worker.facts is not None for worker in self._workers.values())
         if is_anyone_ready or self._admitting or not refusals or None in refusals:
             return None
         return refusals[0]
+
+    def _left_alone(self) -> frozenset[str]:
+        return frozenset(n for n, refused in self._refused.items() if len(refused) >= MAX_STARTS_PER_NODE)
 
     def starting_for_s(self) -> Mapping[str, float]:
         """Worker id -> seconds since its start, for workers that are not warm yet."""

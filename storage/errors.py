@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "CommitRefused",
     "CorruptCheckpoint",
+    "KeeperRefused",
     "KeeperUnreachable",
     "LeaseHeld",
     "ManifestMismatch",
@@ -111,6 +112,17 @@ class LeaseHeld(StorageError):
 
     def __str__(self) -> str:
         return f"run {self.run} is driven by another driver ({self.owner}); this one writes nothing and stops"
+
+
+class KeeperRefused(StorageError):
+    """A node's Keeper raised while it was made, as it would again: no disk where ``local_disk.mode`` is on, say."""
+
+    def __init__(self, node_id: str, reason: str) -> None:
+        super().__init__(node_id, reason)
+        self.node_id, self.reason = node_id, reason
+
+    def __str__(self) -> str:
+        return f"node {self.node_id}: its Keeper cannot be made: {self.reason}"
 
 
 class KeeperUnreachable(StorageError):

@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar
 
 import ray
 import xxhash
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from storage.arena import arena_directory
 from storage.config import CheckpointConfig
-from storage.errors import KeeperUnreachable, StorageError
+from storage.errors import KeeperRefused, KeeperUnreachable, StorageError
 from storage.keeper import Keeper
 from storage.keeper_protocol import (
     KEEPER_PROTOCOL_VERSION,
@@ -261,6 +261,11 @@ def ensure_keeper(
                 raise StorageError(f"node {node_id}: the name {name} of its Keeper stays taken: {error}") from error
             time.sleep(_POLL_S)
             continue
+        except RayActorError as error:
+            if not error.actor_init_failed:
+                raise StorageError(f"node {node_id}: its Keeper died as it was made: {error}") from error
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise KeeperRefused(node_id, lines[-1]) from error  # above it: Ray's picture of the remote stack
         except RayError as error:
             raise StorageError(f"node {node_id}: its Keeper did not start within {timeout_s:g} s: {error}") from error
         logger.info("run %s: Keeper of node %s started, pid %d", run_id, node_id, greeting.pid)
