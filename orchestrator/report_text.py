@@ -5,6 +5,7 @@ A pure function of the summary. It prints nothing and reads nothing.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from orchestrator.summary import AttemptSummary, RunSummary
@@ -195,7 +196,8 @@ def _places(summary: RunSummary, url: str) -> str:
 def _next_steps(summary: RunSummary, url: str, config_path: str) -> str:
     lines = ["What to try next"]
     if summary["exit_code"] != 0 and summary["commits"]:
-        lines.append(f"  raysume run {config_path}                      # go on from the newest checkpoint")
+        # With the place: it may have come from the command line, and the file's own is another run then.
+        lines.append(f"  raysume run {config_path} run.url={shlex.quote(url)}   # go on from the newest checkpoint")
     if summary["commits"]:
         lines.append(f"  raysume checkpoints list {url}")
         lines.append(f"  raysume checkpoints verify {url}")

@@ -55,7 +55,8 @@ def test_a_quiet_run_is_offered_some_chaos_and_a_broken_one_is_not() -> None:
 def test_a_run_that_did_not_finish_is_told_how_to_go_on() -> None:
     end: Event = {"event": "run_finished", "t_s": 15.0, "status": "stopped", "exit_reason": "Ctrl-C", "exit_code": 14}
     stopped = [*run_log()[:-1], end]
-    assert "go on from the newest checkpoint" in report_text(summarize(stopped), url="/out")
+    text = report_text(summarize(stopped), url="s3://b/my run", config_path="run.yaml")
+    assert "raysume run run.yaml run.url='s3://b/my run'   # go on from the newest checkpoint" in text
 
 
 def test_a_run_that_never_trained_still_has_a_report() -> None:
