@@ -36,6 +36,7 @@ from storage.spool_files import (
     spool_directory,
     spool_file,
     state_file,
+    sweep_dead_nodes,
 )
 
 __all__ = ["Spool", "SpoolEntry", "open_spool"]
@@ -113,6 +114,7 @@ class Spool:
         self._reserved = 0
         make_directory(directory, is_base_ours=config.directory is None)
         self._lock = lock_directory(directory)
+        sweep_dead_nodes(directory)
         for entry in self._found():
             self._entries[entry.key] = entry
 

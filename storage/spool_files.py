@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,7 @@ __all__ = [
     "spool_directory",
     "spool_file",
     "state_file",
+    "sweep_dead_nodes",
 ]
 
 LOCK: Final = ".lock"
@@ -38,6 +40,7 @@ SHARD: Final = ".shard"
 STATE: Final = ".json"
 _SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _TRIES: Final = 16
+_DEAD_AFTER_S: Final = 600.0  # a Keeper that died on a living node has a successor long before
 
 
 class SpoolBusy(StorageError):
@@ -78,6 +81,23 @@ def remove_spool(directory: Path) -> None:
     for folder in (directory, directory.parent):
         with contextlib.suppress(OSError):  # other files, or other nodes of one machine, are in it
             folder.rmdir()
+
+
+def sweep_dead_nodes(directory: Path) -> None:
+    """Remove the spools of the same Run beside ``directory`` that nobody holds or has touched for long. A cluster that
+    is started again on this machine gives its nodes new names, so that no Keeper would ever come back to them."""
+    for other in directory.parent.iterdir():
+        with contextlib.suppress(OSError, SpoolBusy):  # in use, or removed by itself meanwhile
+            if other == directory or other.is_symlink() or not (other / LOCK).is_file():
+                continue
+            touched_s = max(path.stat().st_mtime for path in (other, *other.iterdir()))
+            if time.time() - touched_s < _DEAD_AFTER_S:
+                continue
+            lock = lock_directory(other)
+            try:
+                remove_spool(other)
+            finally:
+                os.close(lock)
 
 
 def state_file(shard: Path) -> Path:

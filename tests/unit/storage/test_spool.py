@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -285,3 +286,28 @@ def test_auto_does_without_where_the_disk_is_too_full_and_on_refuses_to_start(tm
     config = LocalDiskConfig(mode="on", directory=str(blocked))
     with pytest.raises(StorageError, match="the local-disk Tier cannot be used"):
         open_spool(config, "s3://bucket/run", "run", "node")
+
+
+def test_what_nodes_of_a_dead_cluster_left_goes_and_what_a_living_or_unknown_one_has_stays(tmp_path: Path) -> None:
+    config = LocalDiskConfig(mode="on", directory=str(tmp_path), keep_free_bytes=0)
+    long_ago = time.time() - 3600.0
+
+    def left_by(node: str, *, is_dead: bool, touched_s: float) -> Path:
+        directory = spool_directory(config, "run", node)
+        spool = Spool(directory, config, run_id="run")
+        spool.add(key(10), MIB, writing(10, b"x" * 1000))
+        if is_dead:
+            spool.close(remove=False)
+        for path in (*directory.iterdir(), directory):
+            os.utime(path, (touched_s, touched_s))
+        return directory
+
+    dead = left_by("dead", is_dead=True, touched_s=long_ago)
+    alive = left_by("alive", is_dead=False, touched_s=long_ago)
+    replaced = left_by("replaced", is_dead=True, touched_s=time.time())
+    foreign = tmp_path / "run" / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    os.utime(foreign, (long_ago, long_ago))
+    Spool(spool_directory(config, "run", "new"), config, run_id="run").close(remove=True)
+    assert [path.exists() for path in (dead, alive, replaced, foreign / "notes.txt")] == [False, True, True, True]
