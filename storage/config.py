@@ -58,6 +58,12 @@ class LocalDiskConfig(BaseModel):
     )
     direct_io: bool = Field(True, description="O_DIRECT where the file system takes it; quietly buffered where not")
 
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _without_quotes(cls, value: object) -> object:
+        """YAML reads a bare ``on`` as true and ``off`` as false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
 
 class LevelRule(BaseModel):
     """How the tensors whose Checkpoint name matches ``pattern`` are kept. The first rule that matches decides."""

@@ -95,6 +95,13 @@ def test_override_values_are_read_by_the_type_of_their_key(override: str, value:
     assert parse_override(override)[1] == value
 
 
+def test_the_local_disk_can_be_on_or_off_without_quotes_though_yaml_reads_booleans(tmp_path: Path) -> None:
+    assert load_config(LOCAL, ["checkpoint.local_disk.mode=on"]).checkpoint.local_disk.mode == "on"
+    path = tmp_path / "run.yaml"
+    path.write_text(LOCAL.read_text().replace("checkpoint:", "checkpoint:\n  local_disk: {mode: off}", 1))
+    assert load_config(path, []).checkpoint.local_disk.mode == "off"
+
+
 def test_the_last_of_two_overrides_wins() -> None:
     assert load_config(LOCAL, ["run.steps=5", "run.steps=6"]).run.steps == 6
 
