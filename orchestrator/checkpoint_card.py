@@ -12,6 +12,8 @@ from storage.errors import CorruptCheckpoint, ObjectMissing
 from storage.frames import itemsize_of, read_index
 from storage.inventory import Inventory, fidelity_of
 from storage.manifest import Commit, Manifest, ShardRecord, TensorLayout
+from storage.object_source import ObjectStoreSource
+from storage.sources import ShardLocation
 
 __all__ = ["card_of", "card_text"]
 
@@ -84,11 +86,13 @@ def _levels(log: CommitLog, manifest: Manifest) -> dict[str, dict[str, Any]]:
 
 
 def _stored(log: CommitLog, step: int, shards: Iterable[ShardRecord]) -> list[tuple[str, int]]:
-    return [
-        (chunk.level, sum(frame.stored_bytes for frame in chunk.frames))
-        for shard in shards
-        for chunk in read_index(partial(log.store.get_range, shard.key), shard, step=step).chunks
-    ]
+    source = ObjectStoreSource(log.store)  # tells a Shard that ends too early from a store that stays away
+    stored: list[tuple[str, int]] = []
+    for shard in shards:
+        place = ShardLocation(rank=shard.rank, tier="object-storage", location=shard.key)
+        index = read_index(partial(source.read_range, place), shard, step=step)
+        stored += [(chunk.level, sum(frame.stored_bytes for frame in chunk.frames)) for chunk in index.chunks]
+    return stored
 
 
 def _largest(tensors: dict[str, TensorLayout]) -> list[dict[str, Any]]:

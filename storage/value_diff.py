@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,9 @@ from storage.elements import float_values
 from storage.errors import CorruptCheckpoint, ObjectMissing
 from storage.frames import itemsize_of, num_rows, read_index, read_rows
 from storage.manifest import ChunkIndex, ChunkPlace, Manifest, ShardRecord
+from storage.object_source import ObjectStoreSource, ObjectTooShort
 from storage.object_store import ObjectStore
+from storage.sources import ShardLocation
 
 __all__ = ["CheckpointValues", "TensorDifference", "compare_tensor"]
 
@@ -97,12 +99,14 @@ class CheckpointValues:
 
     store: ObjectStore
     manifest: Manifest
+    _source: ObjectStoreSource = field(init=False)
     _records: dict[int, ShardRecord] = field(init=False)
     _indexes: OrderedDict[int, dict[tuple[str, tuple[int, ...]], ChunkIndex]] = field(
         init=False, default_factory=OrderedDict
     )
 
     def __post_init__(self) -> None:
+        self._source = ObjectStoreSource(self.store)
         self._records = {record.rank: record for record in self.manifest.shards}
 
     def chunk(self, name: str, place: ChunkPlace) -> ChunkIndex:
@@ -120,25 +124,35 @@ class CheckpointValues:
     def rows(self, chunk: ChunkIndex, rank: int, start: int, stop: int) -> Bytes:
         """Rows ``[start, stop)`` of ``chunk`` in its own numbering, as bytes: (rows, other sizes..., itemsize)."""
         record = self._records[rank]
-        fetch = partial(self.store.get_range, record.key)
         try:
-            raw = read_rows(chunk, start, stop, fetch, step=self.manifest.step, key=record.key, rank=rank)
+            raw = read_rows(chunk, start, stop, self._fetch(record), step=self.manifest.step, key=record.key, rank=rank)
         except ObjectMissing as error:
-            raise CorruptCheckpoint(self.manifest.step, record.key, "missing file", rank) from error
+            raise CorruptCheckpoint(self.manifest.step, record.key, _absence(error), rank) from error
         return np.frombuffer(raw, dtype=np.uint8).reshape(stop - start, *chunk.sizes[1:], itemsize_of(chunk.dtype))
+
+    def _fetch(self, record: ShardRecord) -> Callable[[int, int], bytes]:
+        """Ranges of one Shard; one that ends too early is damage, not an outage."""
+        place = ShardLocation(rank=record.rank, tier="object-storage", location=record.key)
+        return partial(self._source.read_range, place)
 
     def _index(self, record: ShardRecord) -> dict[tuple[str, tuple[int, ...]], ChunkIndex]:
         found = self._indexes.pop(record.rank, None)
         if found is None:
             try:
-                index = read_index(partial(self.store.get_range, record.key), record, step=self.manifest.step)
+                index = read_index(self._fetch(record), record, step=self.manifest.step)
             except ObjectMissing as error:
-                raise CorruptCheckpoint(self.manifest.step, record.key, "missing file", record.rank) from error
+                raise CorruptCheckpoint(self.manifest.step, record.key, _absence(error), record.rank) from error
             found = {(chunk.name, chunk.offsets): chunk for chunk in index.chunks}
         self._indexes[record.rank] = found
         if len(self._indexes) > _KEPT_INDEXES:
             self._indexes.popitem(last=False)
         return found
+
+
+def _absence(error: ObjectMissing) -> str:
+    if isinstance(error, ObjectTooShort):
+        return f"{error.size} bytes, at least {error.needed} were committed"
+    return "missing file"
 
 
 def compare_tensor(name: str, before: CheckpointValues, after: CheckpointValues) -> TensorDifference:

@@ -123,3 +123,12 @@ def test_half_complex_and_powers_of_two() -> None:
     np.testing.assert_array_equal(float_values(halves, "complex32"), [1.5 - 2.0j, 0.25 + 4.0j])
     np.testing.assert_array_equal(float_values(bytes([127, 128, 126]), "float8_e8m0fnu"), [1.0, 2.0, 0.5])
     assert np.isnan(float_values(bytes([255]), "float8_e8m0fnu")[0])
+
+
+@pytest.mark.parametrize("size", [0, 700])
+def test_a_shard_that_ends_too_early_is_damage_not_an_outage(size: int) -> None:
+    values = values_in(layered_parts(10))
+    key = values.manifest.shards[0].key
+    values.store.put(key, values.store.get(key)[:size])
+    with pytest.raises(CorruptCheckpoint, match=rf"{size} bytes, at least [0-9]+ were committed"):
+        compare_tensor("model.w", values, values_in(layered_parts(20)))
