@@ -89,8 +89,11 @@ class LocalStore:
                 patience.beat()
                 key = path.relative_to(self._root).as_posix()
                 if not path.name.startswith(_TEMPORARY) and key.startswith(prefix):
-                    with contextlib.suppress(FileNotFoundError):
+                    try:
                         found.append(ObjectEntry(key=key, size=path.stat().st_size))
+                    except OSError as error:  # gone, or somebody's link to nothing or to itself: no object
+                        if error.errno not in (errno.ENOENT, errno.ELOOP):
+                            raise
             return sorted(found, key=lambda entry: entry.key)
 
         return self._within("list", prefix, deadline_s, walk)
@@ -291,4 +294,5 @@ def _naming(operation: str, key: str, url: str) -> Iterator[None]:
     except NotADirectoryError as error:
         raise StoreRefused(operation, key, f"{error} ({url})") from error
     except OSError as error:
-        raise StoreUnavailable(operation, key, f"{error} ({url})") from error
+        kind = StoreRefused if error.errno in _FINAL else StoreUnavailable
+        raise kind(operation, key, f"{error} ({url})") from error

@@ -153,6 +153,28 @@ def test_an_unknown_protocol_is_refused_at_once(url: str, caplog: pytest.LogCapt
     assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING], "nothing was tried again"
 
 
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("", "expected a directory or a URL"),
+        (" ", "expected a directory or a URL"),
+        ("a\0b", "expected a directory or a URL"),
+        ("s3:/bucket/run", "is s3://bucket/run meant"),
+        ("file:/tmp/run", "is file:///tmp/run meant"),
+        ("https://127.0.0.1:9/run", "web servers can be neither listed nor written to"),
+        ("~nobody-of-that-name/run", "write ./~nobody"),
+    ],
+)
+def test_a_slip_in_a_url_is_refused_instead_of_taken_for_a_new_place(url: str, told: str) -> None:
+    with pytest.raises(StoreRefused, match=told):
+        open_store(url)
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/run").url == f"file://{tmp_path}/run"
+
+
 def test_a_protocol_whose_package_is_missing_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: str) -> None:
         raise ImportError("install gcsfs")
@@ -166,6 +188,19 @@ def test_a_root_that_is_a_file_is_refused_not_empty(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("not a folder")
     with pytest.raises(StoreRefused, match="not a directory"):
         LocalStore(tmp_path / "run").list("commits/")
+
+
+def test_links_to_nothing_or_to_themselves_are_no_objects(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("commits/a", b"x")
+    (tmp_path / "commits/lost").symlink_to("nowhere")
+    (tmp_path / "commits/self").symlink_to("self")
+    assert [entry.key for entry in store.list("")] == ["commits/a"]
+
+
+def test_a_root_whose_name_is_too_long_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(StoreRefused, match="File name too long"):
+        open_store(str(tmp_path / ("x" * 300))).list("commits/")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
