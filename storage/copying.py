@@ -181,8 +181,10 @@ def _send(source: ObjectStore, target: ObjectStore, expected: _Expected, progres
         if not expected.size:
             target.put(expected.key, b"")
             return
-        with mmap.mmap(spool.fileno(), expected.size, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-            target.put(expected.key, view)
+        # Never closed, freed with the last view of it: a put that failed or hangs still holds some, and closing then
+        # would raise BufferError in place of what went wrong.
+        mapped = mmap.mmap(spool.fileno(), expected.size, access=mmap.ACCESS_READ)
+        target.put(expected.key, memoryview(mapped))
 
 
 def _fetch_checked(source: ObjectStore, expected: _Expected, spool: BinaryIO, progress: Callable[[int], None]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -151,6 +153,17 @@ def test_a_copy_that_would_be_void_or_is_quarantined_there_is_refused() -> None:
     log_of(empty).quarantine(commit.step_key, "some/key", "flipped", TIME)
     with pytest.raises(CopyRefused, match="quarantined"):
         copy_all(source, empty)
+
+
+def test_a_full_target_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = MemoryStore()
+    save(source, 10)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreUnavailable, match="No space left on device"):
+        copy_all(source, LocalStore(tmp_path))
 
 
 def test_run_json_goes_along_once_and_names_the_run() -> None:
