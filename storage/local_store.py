@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -90,7 +91,9 @@ class LocalStore:
                 key = path.relative_to(self._root).as_posix()
                 if not path.name.startswith(_TEMPORARY) and key.startswith(prefix):
                     try:
-                        found.append(ObjectEntry(key=key, size=path.stat().st_size))
+                        status = path.stat()
+                        if stat.S_ISREG(status.st_mode):  # to read a pipe would be to wait for ever
+                            found.append(ObjectEntry(key=key, size=status.st_size))
                     except OSError as error:  # gone, or somebody's link to nothing or to itself: no object
                         if error.errno not in (errno.ENOENT, errno.ELOOP):
                             raise

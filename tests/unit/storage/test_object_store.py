@@ -190,11 +190,12 @@ def test_a_root_that_is_a_file_is_refused_not_empty(tmp_path: Path) -> None:
         LocalStore(tmp_path / "run").list("commits/")
 
 
-def test_links_to_nothing_or_to_themselves_are_no_objects(tmp_path: Path) -> None:
+def test_pipes_and_links_to_nothing_or_to_themselves_are_no_objects(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put("commits/a", b"x")
     (tmp_path / "commits/lost").symlink_to("nowhere")
     (tmp_path / "commits/self").symlink_to("self")
+    os.mkfifo(tmp_path / "commits/pipe")
     assert [entry.key for entry in store.list("")] == ["commits/a"]
 
 
