@@ -108,7 +108,7 @@ class AttemptRun:
         self._hangs: tuple[Hang, ...] = ()
         self._vitals = {member.worker_id: _Vitals() for member in world.members}
         self._is_formed = False
-        self._awaits_restore = False
+        self._awaits_restore = self._awaits_data = False
         self._leave: Leave | None = None
         self._leave_at = 0.0
         self._leave_wall_s = 0.0
@@ -181,6 +181,7 @@ class AttemptRun:
                 vitals.ref, vitals.asked_at = self._group.heartbeat(worker_id), now
         if self._awaits_restore:
             self._note_restored()
+        self._note_data()
         if not self._is_formed:
             self._note_formed()
         waiting = {w: v for w, v in self._vitals.items() if w not in self._outcomes}
@@ -217,6 +218,14 @@ class AttemptRun:
         if len(restores) == self._world.size:
             self._awaits_restore = False
             self._recorder.emit("restored", attempt=attempt, step=restores[0].step, **restored_fields(restores))
+
+    def _note_data(self) -> None:
+        """Say when ranks begin to wait for the training data; when they are done with it the next step tells."""
+        beats = {m.rank: self._vitals[m.worker_id].beat for m in self._world.members}
+        ranks = [rank for rank, beat in beats.items() if beat is not None and beat.phase is Phase.WAITING_FOR_DATA]
+        if ranks and not self._awaits_data:
+            self._recorder.emit("data_awaited", attempt=self._world.attempt, ranks=ranks)
+        self._awaits_data = bool(ranks)
 
     def _note_formed(self) -> None:
         beats = [vitals.beat for vitals in self._vitals.values()]

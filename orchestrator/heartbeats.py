@@ -14,6 +14,9 @@ from workers.contract import Heartbeat, Phase
 __all__ = ["Hang", "Pulse", "judge", "limit_of"]
 
 
+_IN_A_STEP = frozenset({Phase.COMPILING, Phase.TRAINING, Phase.EVALUATING})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """The newest heartbeat of a member and how long ago the last answer came (``silent_s``)."""
@@ -35,7 +38,7 @@ def limit_of(phase: Phase, config: FailureConfig) -> float | None:
             return config.starting_s
         case Phase.FORMING:
             return config.forming_s
-        case Phase.LOADING:
+        case Phase.LOADING | Phase.WAITING_FOR_DATA:
             return config.loading_s
         case Phase.COMPILING:
             return config.compiling_s
@@ -53,7 +56,8 @@ def limit_of(phase: Phase, config: FailureConfig) -> float | None:
 
 def judge(pulses: Mapping[str, Pulse], config: FailureConfig) -> tuple[Hang, ...]:
     """The members to be killed. Silent processes first: when one is stopped, the others only wait for it. If all answer
-    and some stand still past their phase's limit, the one that has stood still longest is the culprit."""
+    and some stand still past their phase's limit, the one that has stood still longest is the culprit; none is while a
+    member waits for data, for which the others wait in turn."""
     silent = [
         Hang(worker_id=worker, detail=f"no answer for {pulse.silent_s:.1f} s (failure.silent_s {config.silent_s:g})")
         for worker, pulse in pulses.items()
@@ -62,8 +66,9 @@ def judge(pulses: Mapping[str, Pulse], config: FailureConfig) -> tuple[Hang, ...
     if silent:
         return tuple(silent)
     stuck: list[tuple[float, Hang]] = []
+    is_data_awaited = any(p.beat is not None and p.beat.phase is Phase.WAITING_FOR_DATA for p in pulses.values())
     for worker, pulse in pulses.items():
-        if pulse.beat is None:
+        if pulse.beat is None or (is_data_awaited and pulse.beat.phase in _IN_A_STEP):
             continue
         limit = limit_of(pulse.beat.phase, config)
         if limit is not None and pulse.beat.age_s > limit:

@@ -70,6 +70,8 @@ class RunStatus:
                 self._bound[_number(event, "step", 0)] = None
             case "committed":
                 self._add_commit(_number(event, "step", 0))
+            case "data_awaited":
+                self.phase = "waiting for data"
             case "store_away":
                 self.is_store_away = True
                 self._away_since_s = None if self._finished_s is None else self._finished_s - _span(event, "away_s")
@@ -149,6 +151,8 @@ def event_line(event: Event) -> str | None:
             return f"restored step {event.get('step')}: {_restored_from(event)}"
         case "waiting":
             return f"waiting: {event.get('have')} of {event.get('need')} workers; {event.get('missing')}"
+        case "data_awaited":
+            return f"the training data does not come: ranks {event.get('ranks')} wait for its store"
         case "store_away":
             return f"the store is away, training goes on: {event.get('reason')}"
         case "work_at_risk":

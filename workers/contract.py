@@ -47,6 +47,7 @@ class Phase(StrEnum):
     LOADING = "loading"
     COMPILING = "compiling"  # the first step of an Attempt, torch.compile or not
     TRAINING = "training"
+    WAITING_FOR_DATA = "waiting-for-data"  # in a step, while the data's store does not answer
     EVALUATING = "evaluating"
     CHECKPOINTING = "checkpointing"
     LEAVING = "leaving"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from workers.data_patience import DataPatience
 from workers.dataset import TokenDataset
 from workers.reduction import ordered_mean
 from workers.stream import Leaf, validation_leaves
@@ -31,6 +32,7 @@ def evaluate(
     device: torch.device,
     start_sum: Callable[[torch.Tensor], dist.Work],
     check: Callable[[], None],
+    patience: DataPatience | None = None,
 ) -> float:
     """Mean loss over the leaves that the split really has, at most ``num_leaves``. Collective."""
     losses = torch.zeros(num_leaves, dtype=torch.float64, device=device)
@@ -39,7 +41,7 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for leaf in validation_leaves(dataset, num_leaves, micro_batch, rank, world_size):
+            for leaf in validation_leaves(dataset, num_leaves, micro_batch, rank, world_size, patience):
                 check()
                 loss = loss_of(move_leaf(leaf, device))
                 if not leaf.is_surplus:

@@ -25,6 +25,7 @@ from storage.errors import KeeperUnreachable
 from workers.contract import AttemptSpec, BoundOrder, EvalReport, OrderKind, Phase, StepReport
 from workers.courier import Courier
 from workers.data_identity import DATA_TRACKER, DataIdentity
+from workers.data_patience import DataPatience, wait_limit_s
 from workers.errors import LoopMisused, RanksDisagree
 from workers.evaluation import evaluate, reshard
 from workers.groups import Groups
@@ -81,6 +82,11 @@ class Session:
         self._open_step: int | None = None
         self._finished_step = self._base_step = 0
         self._is_leaving = False
+        self._data_patience = DataPatience(
+            limit_s=wait_limit_s(settings.checkpoint, world_size=spec.world.size, group_timeout_s=spec.group_timeout_s),
+            pulse=pulse,
+            check=check,
+        )
         self.statistics = TrainingStatistics()
 
     @property
@@ -221,6 +227,7 @@ class Session:
                 device=self.device,
                 start_sum=self._groups.start_sum,
                 check=self._check,
+                patience=self._data_patience,
             )
         progress = self.state.progress
         if progress.best_metric is None or loss < progress.best_metric:
@@ -250,7 +257,9 @@ class Session:
     def _begin(self, state: TrainingState) -> None:
         """Put stream and Orders where the state stands."""
         settings, step = self._settings, state.progress.step
-        stream = LeafStream(self._parts.dataset, settings.data, settings.seed, self.rank, self.world_size)
+        stream = LeafStream(
+            self._parts.dataset, settings.data, settings.seed, self.rank, self.world_size, self._data_patience
+        )
         stream.seek(step + 1, state.progress.position)
         self._stream = stream
         self._orders = OrderDesk(

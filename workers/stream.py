@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from storage.errors import StorageError
 from workers.config import DataConfig
 from workers.data_errors import DataError
+from workers.data_patience import DataPatience
 from workers.dataset import TokenDataset
 from workers.sample_order import chain, leaf_digest, sample_ids
 
@@ -86,7 +88,15 @@ def leaves_per_rank(num_leaves: int, world_size: int) -> int:
 class LeafStream:
     """The training leaves of one rank, step by step. Call `seek` first; `close` ends the loader processes."""
 
-    def __init__(self, dataset: TokenDataset, data_config: DataConfig, seed: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        data_config: DataConfig,
+        seed: int,
+        rank: int,
+        world_size: int,
+        patience: DataPatience | None = None,
+    ) -> None:
         if dataset.card.sequence_length != data_config.sequence_length:
             raise DataError(
                 f"{dataset.url} is packed to sequence_length {dataset.card.sequence_length}, "
@@ -99,8 +109,10 @@ class LeafStream:
         self._dataset, self._config, self._seed = dataset, data_config, seed
         self._rank, self._world_size = rank, world_size
         self._per_step = leaves_per_rank(data_config.num_leaves, world_size)
+        self._patience = patience
         self._fetched: Iterator[_Fetched | _Failed] | None = None
-        self._step, self._consumed = 0, 0
+        self._is_broken = False
+        self._step, self._consumed, self._position = 0, 0, 0
 
     @property
     def num_leaves(self) -> int:
@@ -115,17 +127,23 @@ class LeafStream:
         """
         if step < 1:
             raise ValueError(f"steps count from 1; cannot seek to step {step}")
+        self._step, self._consumed = step, 0
+        self._position = (step - 1) * self._config.global_batch if position is None else position
+        self._open()
+        logger.info("stream of rank %d begins at step %d, position %d", self._rank, step, self._position)
+
+    def _open(self) -> None:
+        """A new loader that begins with the next leaf."""
         self.close()
-        start = (step - 1) * self._config.global_batch if position is None else position
-        requests = _Requests(self._config, self._rank, self._world_size, step, start)
+        requests = _Requests(
+            self._config, self._rank, self._world_size, self._step, self._position, first_round=self._consumed
+        )
         source = _LeafSource(self._dataset, self._seed, self._config.micro_batch)
         with warnings.catch_warnings():
             # Said by torch of torchdata's own call, once in every process; nothing a reader could act on.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
             loader = _make_loader(source, requests, self._config)
-        self._fetched = iter(loader)
-        self._step, self._consumed = step, 0
-        logger.info("stream of rank %d begins at step %d, position %d", self._rank, step, start)
+        self._fetched, self._is_broken = iter(loader), False
 
     def leaves(self, step: int) -> Iterator[Leaf]:
         """This rank's leaves of ``step``, in leaf order. Steps come one after the other; `seek` to go elsewhere."""
@@ -136,17 +154,28 @@ class LeafStream:
                 f"rank {self._rank} asked for step {step}, but the stream stands at step {self._step} after "
                 f"{self._consumed} of {self._per_step} leaves; seek({step}) first"
             )
-        return self._leaves_of_step(self._fetched)
+        return self._leaves_of_step()
 
-    def _leaves_of_step(self, fetched: Iterator[_Fetched | _Failed]) -> Iterator[Leaf]:
+    def _leaves_of_step(self) -> Iterator[Leaf]:
         for consumed in range(1, self._per_step + 1):
-            got = next(fetched)
-            if isinstance(got, _Failed):
-                raise got.error
-            leaf = _as_leaf(got)
-            is_last = consumed == self._per_step
-            self._step, self._consumed = (self._step + 1, 0) if is_last else (self._step, consumed)
+            leaf = _as_leaf(self._next() if self._patience is None else self._patience.call(self._next))
+            self._consumed = consumed
+            if consumed == self._per_step:
+                self._step, self._consumed = self._step + 1, 0
+                self._position += self._config.global_batch
             yield leaf
+
+    def _next(self) -> _Fetched:
+        """The next leaf. One that failed is asked for anew, with all that was fetched ahead after it."""
+        if self._is_broken:
+            self._open()
+        if self._fetched is None:
+            raise RuntimeError(f"the stream of rank {self._rank} was closed in the middle of step {self._step}")
+        got = next(self._fetched)
+        if isinstance(got, _Failed):
+            self._is_broken = True
+            raise got.error
+        return got
 
     def close(self) -> None:
         """End the loader and wait for its processes; nothing happens when it is closed already."""
@@ -163,7 +192,12 @@ class LeafStream:
 
 
 def validation_leaves(
-    dataset: TokenDataset, num_leaves: int, micro_batch: int, rank: int, world_size: int
+    dataset: TokenDataset,
+    num_leaves: int,
+    micro_batch: int,
+    rank: int,
+    world_size: int,
+    patience: DataPatience | None = None,
 ) -> Iterator[Leaf]:
     """This rank's part of a fixed validation set: the first rows of the split, the same at any world size.
 
@@ -181,7 +215,8 @@ def validation_leaves(
         first = 0 if is_surplus else index * micro_batch
         ids = np.arange(first, first + micro_batch, dtype=np.int64) % dataset.num_rows
         request = _Request(step=0, index=index, is_surplus=is_surplus, position=first)
-        yield _as_leaf(_Fetched(request, dataset.rows(ids), ids))
+        read = partial(dataset.rows, ids)
+        yield _as_leaf(_Fetched(request, read() if patience is None else patience.call(read), ids))
 
 
 def _as_leaf(fetched: _Fetched) -> Leaf:
@@ -196,21 +231,23 @@ def _as_leaf(fetched: _Fetched) -> Leaf:
 
 
 class _Requests:
-    """The endless sampler: this rank's leaves of every step from ``step`` on."""
+    """The endless sampler: this rank's leaves of every step from ``step`` on, there from its ``first_round`` on."""
 
-    def __init__(self, config: DataConfig, rank: int, world_size: int, step: int, position: int) -> None:
+    def __init__(
+        self, config: DataConfig, rank: int, world_size: int, step: int, position: int, *, first_round: int = 0
+    ) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
-        self._step, self._position = step, position
+        self._step, self._position, self._first_round = step, position, first_round
 
     def __iter__(self) -> Iterator[_Request]:
         num_leaves, micro_batch = self._config.num_leaves, self._config.micro_batch
-        step, position = self._step, self._position
+        step, position, first_round = self._step, self._position, self._first_round
         while True:
-            for number in range(leaves_per_rank(num_leaves, self._world_size)):
+            for number in range(first_round, leaves_per_rank(num_leaves, self._world_size)):
                 index = number * self._world_size + self._rank
                 is_surplus = index >= num_leaves
                 yield _Request(step, index, is_surplus, position + (0 if is_surplus else index * micro_batch))
-            step, position = step + 1, position + self._config.global_batch
+            step, position, first_round = step + 1, position + self._config.global_batch, 0
 
 
 class _LeafSource(torch.utils.data.Dataset[_Fetched | _Failed]):

@@ -39,3 +39,12 @@ def test_every_phase_has_a_limit_but_idle() -> None:
     for phase in Phase:
         limit = limit_of(phase, CONFIG)
         assert (limit is None) == (phase is Phase.IDLE)
+
+
+def test_nobody_hangs_while_a_member_waits_for_data_but_it_hangs_itself_beyond_its_limit() -> None:
+    peers = {"a": pulse("a", Phase.TRAINING, 70.0), "b": pulse("b", Phase.EVALUATING, 700.0)}
+    assert judge(peers | {"c": pulse("c", Phase.WAITING_FOR_DATA, 5.0)}, CONFIG) == ()
+    (hang,) = judge(peers | {"c": pulse("c", Phase.WAITING_FOR_DATA, 601.0)}, CONFIG)
+    assert hang.worker_id == "c"
+    silent = peers | {"c": pulse("c", Phase.WAITING_FOR_DATA, 5.0), "d": pulse("d", Phase.TRAINING, 1.0, silent_s=11.0)}
+    assert [one.worker_id for one in judge(silent, CONFIG)] == ["d"]
