@@ -7,6 +7,7 @@ its process where that can be seen, else from its object, which changes with eve
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -175,7 +176,7 @@ class Lease:
         if self._is_lost:
             return False
         key = lease_key(self.nonce)
-        found = _read_all(self._around)
+        found = _read_all(self._around, key)
         if key not in found:
             self._is_lost = True
         for other, content in found.items():
@@ -241,7 +242,7 @@ class _Watch:
             self.around.sleep(self.around.poll_s)
 
     def _is_anyone_pending(self) -> bool:
-        found = _read_all(self.around)
+        found = _read_all(self.around, lease_key(self.nonce) if self.is_entered else None)
         own = found.pop(lease_key(self.nonce), None)
         if self.is_entered and own is None:
             raise LeaseHeld(self.around.run_id, "it took over while this driver was starting")
@@ -271,15 +272,15 @@ class _Watch:
         return not self.around.is_alive(record.pid)
 
 
-def _read_all(around: _Surroundings) -> dict[str, bytes]:
+def _read_all(around: _Surroundings, own_key: str | None) -> dict[str, bytes]:
+    """``own_key``: of a record that was written; a store that lists late may not list it yet, which means nothing."""
     found: dict[str, bytes] = {}
-    for entry in around.store.list(LEASES, deadline_s=around.ttl_s):
-        if entry.key != lease_key(_nonce_of(entry.key)):
+    listed = {entry.key for entry in around.store.list(LEASES, deadline_s=around.ttl_s)}
+    for key in sorted(listed | ({own_key} if own_key else set())):
+        if key != lease_key(_nonce_of(key)):
             continue  # not ours; never read, never deleted
-        try:
-            found[entry.key] = around.store.get(entry.key, deadline_s=around.ttl_s)
-        except ObjectMissing:  # released since the listing
-            continue
+        with contextlib.suppress(ObjectMissing):  # released since the listing
+            found[key] = around.store.get(key, deadline_s=around.ttl_s)
     return found
 
 

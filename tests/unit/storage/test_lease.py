@@ -66,6 +66,19 @@ def test_the_first_driver_gets_the_lease_without_waiting(world: World) -> None:
     assert world.stored() == [lease_key(MIDDLE)]
 
 
+def test_a_store_that_lists_late_gives_its_lease_to_the_only_driver() -> None:
+    class Late(MemoryStore):
+        def list(self, prefix: str, *, deadline_s: float = 60.0) -> list[ObjectEntry]:
+            return []
+
+    world = World(Late())
+    lease = world.acquire(MIDDLE)
+    lease.renew()
+    assert lease.is_held()
+    world.store.delete([lease_key(MIDDLE)])
+    assert not lease.is_held(), "deleted by another driver, whatever the listing shows"
+
+
 @pytest.mark.parametrize("newcomer", [SMALL, LARGE])
 def test_a_second_driver_is_refused_and_leaves_nothing(world: World, newcomer: str) -> None:
     first = world.acquire(MIDDLE)
