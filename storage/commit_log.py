@@ -8,7 +8,8 @@ create-only store: see `CommitLog.append`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -29,7 +30,6 @@ from storage.keys import (
     MANIFESTS,
     QUARANTINE,
     SHARDS,
-    RecordKey,
     StepKey,
     commit_key,
     manifest_key,
@@ -42,6 +42,7 @@ from storage.keys import (
 from storage.manifest import AttemptRecord, Commit, Manifest, QuarantineRecord
 from storage.merge import manifest_problem
 from storage.object_store import ObjectEntry, ObjectStore
+from storage.ordered import in_order
 
 __all__ = [
     "MAX_MANIFEST_BYTES",
@@ -58,6 +59,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", Commit, Manifest)
 
 MAX_MANIFEST_BYTES = 256 << 20  # some four million chunks listed one by one; checked before anything is parsed
+_PARALLEL = 16
+_SHOWN = 8
+_FEW = 4  # fewer are read one after another: threads would cost more
 MAX_RECORD_BYTES = 64 << 10  # a Commit or quarantine record; a real one has under 2 KiB
 
 
@@ -135,20 +139,16 @@ class CommitLog:
 
     def scan(self) -> CommitScan:
         """Read commits/; what is foreign or unreadable is left out and named in one warning."""
+        listed = self.store.list(COMMITS)
+        ours = [entry for entry in listed if parse_record_key(entry.key, COMMITS) is not None]
+        foreign = [entry.key for entry in listed if parse_record_key(entry.key, COMMITS) is None]
         commits: list[Commit] = []
-        foreign: list[str] = []
         unreadable: list[str] = []
-        for entry in self.store.list(COMMITS):
-            record = parse_record_key(entry.key, COMMITS)
-            if record is None:
-                foreign.append(entry.key)
-                continue
-            try:
-                commits.append(self._read(entry, record))
-            except ObjectMissing:  # un-committed since the listing
-                continue
-            except ValueError:
-                unreadable.append(entry.key)
+        for entry, found in self._read_all(ours):
+            if isinstance(found, Commit):
+                commits.append(found)
+            elif isinstance(found, ValueError):
+                unreadable.append(entry.key)  # what is missing was un-committed since the listing
         self._warn_once(foreign + unreadable)
         return CommitScan(
             commits=tuple(sorted(commits, key=lambda commit: (commit.step_key, _writer(commit)))),
@@ -327,10 +327,27 @@ class CommitLog:
         """Every Manifest of ``step_key``, by whatever writer."""
         return [entry.key for entry in self.store.list(MANIFESTS) if _is_of(entry.key, MANIFESTS, step_key)]
 
-    def _read(self, entry: ObjectEntry, record: RecordKey) -> Commit:
-        known = self._known.get(entry.key)
+    def _read_all(
+        self, entries: Sequence[ObjectEntry]
+    ) -> list[tuple[ObjectEntry, Commit | ObjectMissing | ValueError]]:
+        """Each with its Commit or why there is none, in order; read side by side, for each costs a round trip."""
+        num_unknown = sum(entry.key not in self._known for entry in entries)
+        if num_unknown < _FEW:
+            return [(entry, self._try_read(entry)) for entry in entries]
+        with ThreadPoolExecutor(min(_PARALLEL, num_unknown), thread_name_prefix="commit-log") as pool:
+            return list(in_order(self._try_read, entries, lambda entry: entry.size, pool))
+
+    def _try_read(self, entry: ObjectEntry) -> Commit | ObjectMissing | ValueError:
+        try:
+            return self._read(entry)
+        except (ObjectMissing, ValueError) as error:
+            return error
+
+    def _read(self, entry: ObjectEntry) -> Commit:
+        known, record = self._known.get(entry.key), parse_record_key(entry.key, COMMITS)
         if known is not None:
             return known
+        assert record is not None
         if entry.size > MAX_RECORD_BYTES:
             raise ValueError(f"{entry.key} has {entry.size} bytes, at most {MAX_RECORD_BYTES} are read")
         commit = commit_from_bytes(self.store.get(entry.key))
@@ -363,7 +380,9 @@ class CommitLog:
         new = [key for key in keys if key not in self._warned]
         if new:
             self._warned.update(new)
-            logger.warning("%s: ignored, not a valid record of this run: %s", self.store.url, ", ".join(new))
+            more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
+            names = ", ".join(key if key.isprintable() else ascii(key) for key in new[:_SHOWN])
+            logger.warning("%s: ignored, not a valid record of this run: %s%s", self.store.url, names, more)
 
 
 def _says_the_same(stored: T, ours: T) -> bool:

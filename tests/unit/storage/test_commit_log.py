@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.commit_log import CommitLog, effective_history, uncommitted_steps
-from storage.errors import CommitRefused, CorruptCheckpoint, ObjectExists, StorageError
+from storage.errors import (
+    CommitRefused,
+    CorruptCheckpoint,
+    ObjectExists,
+    ObjectMissing,
+    StorageError,
+    StoreUnavailable,
+)
 from storage.keys import StepKey, commit_key
 from storage.manifest import Commit
 from storage.memory_store import MemoryStore
@@ -232,3 +240,64 @@ def test_history_is_what_following_the_attempts_one_by_one_gives(lives: list[tup
     history = effective_history(reversed(commits))
     assert {commit.step: commit.attempt.number for commit in history} == expected
     assert [commit.step for commit in history] == sorted(expected)
+
+
+class Crowded(MemoryStore):
+    """Once ``is_armed``, answers reads of Commits only when ``number`` of them are asked for at the same time."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._barrier = threading.Barrier(number)
+        self.is_armed = False
+        self.most = 0
+        self.failing: dict[str, Exception] = {}
+        self._now = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: str, *, deadline_s: float = 60.0) -> bytes:
+        if not self.is_armed or not key.startswith("commits/"):
+            return super().get(key, deadline_s=deadline_s)
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        try:
+            self._barrier.wait(10.0)
+            if key in self.failing:
+                raise self.failing[key]
+            return super().get(key, deadline_s=deadline_s)
+        finally:
+            with self._lock:
+                self._now -= 1
+
+
+def crowd(number: int, at_once: int) -> tuple[Crowded, list[str]]:
+    store = Crowded(at_once)
+    for step in range(1, number + 1):
+        save(store, step)
+    store.is_armed = True
+    return store, [entry.key for entry in store.list("commits/")]
+
+
+def test_commits_are_read_side_by_side_sixteen_at_most_and_stay_in_order() -> None:
+    store, _ = crowd(32, 16)
+    log = CommitLog(store, RUN)
+    assert steps(log) == list(range(1, 33))
+    assert store.most == 16
+    store.get = pytest.fail  # type: ignore[method-assign, assignment]
+    assert steps(log) == list(range(1, 33)), "what is known is not read again"
+
+
+def test_a_commit_that_goes_or_is_damaged_while_many_are_read_is_left_out() -> None:
+    store, keys = crowd(16, 16)
+    store.failing = {keys[3]: ObjectMissing(keys[3])}
+    store.put(keys[5], b"{}")
+    scan = CommitLog(store, RUN).scan()
+    assert [commit.step for commit in scan.commits] == [step for step in range(1, 17) if step not in (4, 6)]
+    assert scan.unreadable == (keys[5],)
+
+
+def test_a_store_that_fails_one_of_many_reads_fails_the_scan_with_its_own_error() -> None:
+    store, keys = crowd(16, 16)
+    store.failing = {keys[9]: StoreUnavailable("get", keys[9], "503")}
+    with pytest.raises(StoreUnavailable, match="503"):
+        CommitLog(store, RUN).scan()
