@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ProgressView", "RunStatus", "event_line", "open_progress"]
 
 _PLAIN_EVERY_STEPS = 10
+_SKIP_SAID_EVERY_S = 60.0
 
 
 class ProgressView(Protocol):
@@ -51,6 +52,8 @@ class RunStatus:
     _base_step: int = 0
     _durable_s: float | None = None
     _away_since_s: float | None = None
+    _is_skip_news: bool = False
+    _skip_said_s: float | None = None
     _bound: dict[int, float | None] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
@@ -77,6 +80,8 @@ class RunStatus:
                 self._away_since_s = None if self._finished_s is None else self._finished_s - _span(event, "away_s")
             case "store_back":
                 self.is_store_away = False
+            case "save_skipped":
+                self._add_skip()
             case "fault":
                 self.phase = "regrouping"
             case "waiting":
@@ -85,8 +90,17 @@ class RunStatus:
                 self.phase = str(event.get("status", "finished"))
 
     def is_said_already(self, event: Event) -> bool:
-        """Each missed save of an outage is counted when the outage ends; saying them one by one tells nothing more."""
-        return self.is_store_away and event.get("event") in ("save_failed", "save_skipped")
+        """Each missed save of an outage is counted when the outage ends; saying them one by one tells nothing more.
+        Nor do skipped ones where saves are due faster than they can be stored: one a minute is said."""
+        if event.get("event") == "save_skipped":
+            return self.is_store_away or not self._is_skip_news
+        return self.is_store_away and event.get("event") == "save_failed"
+
+    def _add_skip(self) -> None:
+        now_s = self._finished_s or 0.0
+        self._is_skip_news = self._skip_said_s is None or now_s - self._skip_said_s >= _SKIP_SAID_EVERY_S
+        if self._is_skip_news and not self.is_store_away:
+            self._skip_said_s = now_s
 
     def _add_commit(self, step: int) -> None:
         self.committed_step = self._base_step = step

@@ -173,6 +173,16 @@ def test_an_outage_is_seen_in_the_progress_line_and_its_failed_saves_are_not_sai
     ]
 
 
+def test_saves_that_are_skipped_all_the_time_are_said_once_a_minute() -> None:
+    stream = io.StringIO()
+    view = open_progress(total_steps=200, stream=stream)
+    for step in range(1, 151):
+        view.on_event({"event": "step", "step": step, "loss": 5.0, "finished_s": 100.0 + step})
+        view.on_event({"event": "save_skipped", "step": step, "reason": "two earlier saves are not settled yet"})
+    said = [line for line in stream.getvalue().splitlines() if "skipped" in line]
+    assert [line.split()[3] for line in said] == ["1", "61", "121"]
+
+
 def test_the_report_has_a_part_about_the_store_only_when_there_is_something_to_say() -> None:
     assert "The store" not in report_text(summarize(run_log()), url="/out")
     events = [*run_log()[:-1],
