@@ -27,7 +27,7 @@ from torch.futures import Future
 from storage.config import CheckpointConfig
 from storage.dcp_commit import RankReport, commit_save
 from storage.dcp_lineage import Lineage, SaveTicket, lineage_of
-from storage.dcp_state import aliases_of, flat_state, paths_of, plain_values
+from storage.dcp_state import aliases_of, flat_state, paths_of, plain_values, refuse_unstorable
 from storage.dcp_writer import staged_chunk
 from storage.errors import StorageError
 from storage.keys import MAX_STEP, shard_key
@@ -178,6 +178,7 @@ class RaysumeWriter(StorageWriter):
         """Store this rank's Shard; all the coordinator needs to know of it."""
         values = plain_values(plan, planner, self._where)
         state = flat_state(planner)
+        refuse_unstorable(state, self._where)
         aliases = aliases_of(state)
         levels = LevelTable.of(self._config)
         items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO and item.index.fqn not in aliases]
@@ -241,7 +242,7 @@ def _raw(chunk: StagedChunk, item: WriteItem, planner: SavePlanner) -> RawChunk:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, torch.Tensor)
     # Bytes of any dtype: numpy knows no bfloat16, and a tensor without dimensions cannot be viewed as bytes.
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return RawChunk(
         name=chunk.name,
         dtype=chunk.dtype,

@@ -14,9 +14,10 @@ from pydantic import JsonValue
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from storage.errors import StorageError
 from storage.plain_values import NotPlainValue, value_to_plain
 
-__all__ = ["aliases_of", "flat_state", "paths_of", "plain_values"]
+__all__ = ["aliases_of", "flat_state", "paths_of", "plain_values", "refuse_unstorable"]
 
 
 def flat_state(planner: SavePlanner) -> dict[str, object]:
@@ -55,6 +56,30 @@ def _resolved(data: torch.Tensor | io.BytesIO, name: str, where: str) -> object:
         return torch.load(data, weights_only=True)
     except pickle.UnpicklingError as error:
         raise NotPlainValue(name, f"bytes of no plain value ({error})", where) from error
+
+
+def refuse_unstorable(state: Mapping[str, object], where: str) -> None:
+    """Raises StorageError for a tensor that is not one dense block of elements, which names it."""
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        local = value.to_local() if isinstance(value, DTensor) else value
+        found = (
+            "nested"
+            if local.is_nested
+            else "quantized"
+            if local.is_quantized
+            else str(local.layout).removeprefix("torch.")
+            if local.layout is not torch.strided
+            else "on the meta device, without values"
+            if local.is_meta
+            else ""
+        )
+        if found:
+            raise StorageError(
+                f"{where}: {name} is a tensor that is {found}: a Checkpoint holds dense tensors; "
+                "make it one, or store its parts under names of their own"
+            )
 
 
 def aliases_of(state: Mapping[str, object]) -> dict[str, str]:

@@ -152,6 +152,29 @@ def test_what_could_be_written_but_never_read_again_is_refused_by_name(
     assert steps(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.empty(3, device="meta"), "on the meta device"),
+        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
+    ],
+)
+def test_a_tensor_that_is_no_dense_block_is_refused_by_name(tmp_path: Path, tensor: torch.Tensor, found: str) -> None:
+    with pytest.raises(StorageError, match=rf"rank 0 step 3: model\.odd is a tensor that is {found}"):
+        save(tmp_path, 3, {"model": {"odd": tensor}})
+    assert steps(tmp_path) == []
+
+
+def test_a_conjugated_view_is_stored_as_its_values(tmp_path: Path) -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    save(tmp_path, 3, {"w": tensor, "imag": tensor.imag})
+    filled = {"w": torch.zeros(2, dtype=torch.complex64), "imag": torch.zeros(2)}
+    load(filled, RaysumeReader(tmp_path))
+    assert torch.equal(filled["w"], tensor.resolve_conj())
+    assert torch.equal(filled["imag"], torch.tensor([-2.0, 1.0]))
+
+
 def test_values_at_the_limits_come_back(tmp_path: Path) -> None:
     what = {
         "int": -(2**8191),
