@@ -59,9 +59,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", Commit, Manifest)
 
 MAX_MANIFEST_BYTES = 256 << 20  # some four million chunks listed one by one; checked before anything is parsed
-_PARALLEL = 16
 _SHOWN = 8
-_FEW = 4  # fewer are read one after another: threads would cost more
+_PARALLEL, _FEW = 16, 4  # fewer are read one after another: threads would cost more
 MAX_RECORD_BYTES = 64 << 10  # a Commit or quarantine record; a real one has under 2 KiB
 
 
@@ -141,15 +140,13 @@ class CommitLog:
         """Read commits/; what is foreign or unreadable is left out and named in one warning."""
         listed = self.store.list(COMMITS)
         ours = [entry for entry in listed if parse_record_key(entry.key, COMMITS) is not None]
-        foreign = [entry.key for entry in listed if parse_record_key(entry.key, COMMITS) is None]
-        commits: list[Commit] = []
-        unreadable: list[str] = []
+        commits, unreadable = list[Commit](), list[str]()
         for entry, found in self._read_all(ours):
             if isinstance(found, Commit):
                 commits.append(found)
             elif isinstance(found, ValueError):
                 unreadable.append(entry.key)  # what is missing was un-committed since the listing
-        self._warn_once(foreign + unreadable)
+        self._warn_once([entry.key for entry in listed if parse_record_key(entry.key, COMMITS) is None] + unreadable)
         return CommitScan(
             commits=tuple(sorted(commits, key=lambda commit: (commit.step_key, _writer(commit)))),
             unreadable=tuple(unreadable),
