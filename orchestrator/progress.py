@@ -86,6 +86,8 @@ class RunStatus:
                 self.phase = "regrouping"
             case "waiting":
                 self.phase = "waiting for nodes"
+            case "attempt_ended" if event.get("reason") == "finished":
+                self.phase = "saving"
             case "run_finished":
                 self.phase = str(event.get("status", "finished"))
 
@@ -180,6 +182,8 @@ def event_line(event: Event) -> str | None:
         case "save_slow":
             usual = f"{_whole(event, 'seconds')} s, usual are {_whole(event, 'usual_s')} s"
             return f"save of step {event.get('step')} is slow ({usual}): {event.get('cause')}"
+        case "attempt_ended" if event.get("reason") == "finished":
+            return f"step {event.get('last_step')} is trained; waiting until its checkpoint is committed"
         case "save_failed":
             return f"save of step {event.get('step')} failed: {event.get('reason')}"
         case "save_skipped":

@@ -173,6 +173,15 @@ def test_an_outage_is_seen_in_the_progress_line_and_its_failed_saves_are_not_sai
     ]
 
 
+def test_a_slow_last_save_is_said_to_be_waited_for() -> None:
+    status = RunStatus(phase="training")
+    ended: Event = {"event": "attempt_ended", "last_step": 200, "reason": "finished"}
+    status.add(ended)
+    assert status.line().endswith("saving")
+    assert event_line(ended) == "step 200 is trained; waiting until its checkpoint is committed"
+    assert event_line({**ended, "reason": "left"}) is None
+
+
 def test_saves_that_are_skipped_all_the_time_are_said_once_a_minute() -> None:
     stream = io.StringIO()
     view = open_progress(total_steps=200, stream=stream)
