@@ -141,6 +141,15 @@ def test_where_a_state_came_from_and_how_exact_it_is_is_a_line() -> None:
     assert line == "restored step 40: nothing read, rounded within 0.005 of the next update"
 
 
+def test_a_wait_for_data_is_said_and_stays_the_phase_until_the_next_step() -> None:
+    status, event = RunStatus(), {"event": "data_awaited", "attempt": 1, "ranks": [0, 3]}
+    assert event_line(event) == "the training data does not come: ranks [0, 3] wait for its store"
+    status.add(event)
+    assert status.line().endswith("waiting for data")
+    status.add({"event": "step", "step": 5, "tokens": 500, "step_s": 1.0})
+    assert status.line().endswith("training")
+
+
 def test_an_evaluation_without_a_best_value_yet_is_still_a_line() -> None:
     assert event_line({"event": "eval", "step": 3, "loss": 2.0, "best": None}) == "eval at step 3: loss 2.000, best ?"
 
