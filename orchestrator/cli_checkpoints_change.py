@@ -148,12 +148,12 @@ def _prune(url: str, wish: PruneWish, *, yes: bool, dry_run: bool, force: bool, 
         else:
             typer.echo(f"nothing to delete; {len(plan.kept)} checkpoints stay")
         return
+    _require_a_whole_one(place, plan, force=force)
     if not may_go_on(_plan_lines(plan), yes=yes, dry_run=dry_run, quiet=quiet):
         if quiet:
             print_json(_plan_facts(plan) | {"changed": False})
         return
     refuse_beside_a_driver(place.store, force=force)
-    _require_a_whole_one(place, plan, force=force)
     done = carry_out(place.store, wish, now_s=time.time())
     if quiet:
         print_json(_plan_facts(done) | {"changed": True})

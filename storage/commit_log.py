@@ -359,14 +359,14 @@ class CommitLog:
         name = quarantine_key(key)
         try:
             return QuarantineRecord.model_validate_json(self.store.get(name))
-        except ValidationError as error:
+        except (ValidationError, ObjectMissing):
             self._warn_once([name])
             return QuarantineRecord(
                 step=key.step,
                 attempt=AttemptRecord.of(key.attempt),
                 time_utc="",
                 key=name,
-                reason=f"the quarantine record itself is unreadable: {error.error_count()} errors",
+                reason="the quarantine record itself is unreadable, or has another name",
             )
 
     def _check_run(self, run_id: str, what: str) -> None:
@@ -378,8 +378,8 @@ class CommitLog:
         if new:
             self._warned.update(new)
             more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
-            names = ", ".join(key if key.isprintable() else ascii(key) for key in new[:_SHOWN])
-            logger.warning("%s: ignored, not a valid record of this run: %s%s", self.store.url, names, more)
+            names = ", ".join(key if key.isprintable() else ascii(key) for key in new[:_SHOWN]) + more
+            logger.warning("%s: ignored, not a valid record of this run: %s", self.store.url, names)
 
 
 def _says_the_same(stored: T, ours: T) -> bool:

@@ -93,9 +93,10 @@ def test_prune_needs_to_be_told_what_may_go_and_reads_durations(root: Path) -> N
 def test_prune_keeps_the_good_ones_when_the_newest_is_damaged(root: Path) -> None:
     newest = CommitLog(LocalStore(root), RUN).commits()[-1]
     (root / shard_key(newest.step_key, 0)).unlink()
-    refused = run("prune", root, "--keep", "1", "--yes")
-    assert refused.exit_code == CheckpointsCode.CORRUPT
-    assert "quarantine it first" in refused.stderr
+    for how in ("--dry-run", "--yes"):
+        refused = run("prune", root, "--keep", "1", how)
+        assert refused.exit_code == CheckpointsCode.CORRUPT
+        assert "quarantine it first" in refused.stderr
     assert steps(root) == [10, 20, 30, 40]
 
 

@@ -125,6 +125,12 @@ def test_an_unreadable_quarantine_record_still_counts(store: MemoryStore, log: C
     assert "unreadable" in log.quarantined()[bad.step_key].reason
 
 
+def test_a_file_named_much_like_a_quarantine_record_ends_no_command(store: MemoryStore, log: CommitLog) -> None:
+    bad = save(store, 20)
+    store.put(f"quarantine/{bad.step_key.stem}.w{WRITER}.json", b"{}")
+    assert "has another name" in log.quarantined()[bad.step_key].reason
+
+
 def test_foreign_and_broken_files_are_ignored_with_one_warning(
     store: MemoryStore, log: CommitLog, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +150,17 @@ def test_foreign_and_broken_files_are_ignored_with_one_warning(
     for name in (".DS_Store", "commits/old/", broken, renamed, commit_key(other_run.step_key)):
         assert name in caplog.text
     assert set(log.scan().unreadable) == {broken, renamed, commit_key(other_run.step_key)}
+
+
+def test_a_crowd_of_foreign_files_is_named_in_part(
+    store: MemoryStore, log: CommitLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1000):
+        store.put(f"commits/{number:04d}", b"")
+    with caplog.at_level(logging.WARNING):
+        assert steps(log) == []
+    [record] = caplog.records
+    assert record.getMessage().endswith(", commits/0007 and 992 more")
 
 
 def test_a_fenced_off_attempt_cannot_commit(store: MemoryStore, log: CommitLog) -> None:
