@@ -9,7 +9,10 @@ import eventlet
 
 eventlet.monkey_patch()
 
-import sys  # noqa: E402 - everything below must see the patched standard library
+import errno  # noqa: E402 - everything below must see the patched standard library
+import socket  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import eventlet.wsgi  # noqa: E402
@@ -37,6 +40,8 @@ FILTER_SETTINGS = {
     "s3api": "location = us-east-1\nmax_upload_part_num = 10000\n",
     "slo": "max_manifest_segments = 10000\n",
 }
+
+PORT_WAIT_S = 15.0
 
 
 def write_ring(name: str, port: int, etc: Path) -> None:
@@ -83,6 +88,18 @@ def write_proxy(port: int, user: str, secret: str, root: Path) -> None:
     )
 
 
+def listen_again(port: int) -> socket.socket:
+    """Listen on ``port``, 0 for any. A client that kept calling a killed server may hold its port for a moment."""
+    give_up_at_s = time.monotonic() + PORT_WAIT_S
+    while True:
+        try:
+            return eventlet.listen(("127.0.0.1", port), backlog=256)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= give_up_at_s:
+                raise
+            eventlet.sleep(0.1)
+
+
 def main() -> None:
     root, user, secret, port = Path(sys.argv[1]).resolve(), sys.argv[2], sys.argv[3], int(sys.argv[4])
     etc = root / "etc"
@@ -95,8 +112,8 @@ def main() -> None:
     utils.set_swift_dir(str(etc))
     storage_policy.reload_storage_policies()
 
-    sockets = {name: eventlet.listen(("127.0.0.1", 0), backlog=256) for name in BACKENDS}
-    sockets["proxy"] = eventlet.listen(("127.0.0.1", port), backlog=256)
+    sockets = {"proxy": listen_again(port)}
+    sockets |= {name: eventlet.listen(("127.0.0.1", 0), backlog=256) for name in BACKENDS}
     ports = {name: listener.getsockname()[1] for name, listener in sockets.items()}
     for name in BACKENDS:
         write_ring(name, ports[name], etc)
