@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrator.cli_checkpoints_place import (
+    CheckpointsCode,
     DryRun,
     Force,
     Json,
     Yes,
     commit_facts,
     ending,
+    fail,
     fail_without,
     may_go_on,
     open_place,
@@ -63,6 +65,7 @@ def copy(
         if not commits:
             fail_without(inventory, source, step)
         commits = commits if every else commits[-1:]
+        unreadable = ", ".join(found.record for found in inventory.of("unreadable")) if every else ""
     with ending(target):
         place = open_place(target)
         check_target(place.log, commits)
@@ -78,6 +81,8 @@ def copy(
         print_json(facts | {"changed": True, "copied": reports})
     else:
         typer.echo(f"resume from the copy with: raysume run CONFIG run.url={target}")
+    if unreadable:
+        fail(CheckpointsCode.CORRUPT, f"{source}: not copied, as their commit records cannot be read: {unreadable}")
 
 
 COMMANDS = (("copy", copy, _COPY_EPILOG),)

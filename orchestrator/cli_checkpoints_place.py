@@ -59,7 +59,25 @@ class CheckpointsCode(IntEnum):
 
 Url = Annotated[str, typer.Argument(help="Root directory or URL of the run.", show_default=False)]
 StepArgument = Annotated[int | None, typer.Argument(min=0, help="Step (default: see above).", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+@dataclass(slots=True)
+class _Output:
+    """What the command of this process was asked to print, and whether it has."""
+
+    is_json: bool = False
+    has_printed: bool = False
+
+
+_output = _Output()
+
+
+def _begin_output(is_json: bool) -> bool:
+    _output.is_json, _output.has_printed = is_json, False
+    return is_json
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.", callback=_begin_output)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it without asking.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Show what would be done, change nothing.")]
 Force = Annotated[bool, typer.Option("--force", help="Even while a driver holds the run. Read the warning.")]
@@ -122,6 +140,9 @@ def code_of(error: Exception) -> CheckpointsCode:
 
 
 def fail(code: CheckpointsCode, message: str) -> NoReturn:
+    """End the command: the reason on stderr, and with ``--json`` on stdout too, unless that holds JSON already."""
+    if _output.is_json and not _output.has_printed:
+        print_json({"error": message, "exit_code": int(code)})
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(code)
 
@@ -131,7 +152,9 @@ def fail_without(inventory: Inventory, url: str, step: int | None) -> NoReturn:
     unreadable = [found.record for found in inventory.of("unreadable") if step in (None, found.key.step)]
     if unreadable:
         names = ", ".join(unreadable)
-        fail(CheckpointsCode.CORRUPT, f"{url} holds only commit records that cannot be read: {names}")
+        usable = ", ".join(str(commit.step) for commit in inventory.history[-20:])
+        rest = f"usable are the checkpoints of steps {usable}" if usable else "there is no other checkpoint"
+        fail(CheckpointsCode.CORRUPT, f"{url}: commit records that cannot be read: {names}; {rest}")
     steps = [commit.step for commit in inventory.history]
     if step is not None and steps:
         shown = ", ".join(map(str, steps[-20:]))
@@ -162,6 +185,7 @@ def commit_facts(commit: Commit) -> dict[str, Any]:
 
 
 def print_json(value: object) -> None:
+    _output.has_printed = True
     typer.echo(json.dumps(value, indent=2))
 
 

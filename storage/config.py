@@ -13,7 +13,7 @@ Fidelity = Literal["lossless", "bounded", "omit"]
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _NEVER_OMITTED: Final = (*_MOMENTS, "max_exp_avg_sq", "momentum_buffer")
-_OPTIMIZER: Final = "optim."
+_OPTIMIZER: Final = ("optim.", "optimizer.")
 
 
 class StoreConfig(BaseModel):

@@ -43,6 +43,9 @@ _TABLE: Final = (
     _Row("model.*", "L1"),
     _Row("optim.*.exp_avg", "L2", bounded=True),
     _Row("optim.*.exp_avg_sq", "L2", bounded=True),
+    # As programs without Ray like to call it.
+    _Row("optimizer.*.exp_avg", "L2", bounded=True),
+    _Row("optimizer.*.exp_avg_sq", "L2", bounded=True),
     _Row("*", "L1"),
 )
 _EXACT: Final = Treatment("L1", "lossless")

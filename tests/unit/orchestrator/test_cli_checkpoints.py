@@ -164,3 +164,13 @@ def test_an_outage_has_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for command in (["checkpoints", "list"], ["checkpoints", "verify"], ["doctor"]):
         ended = runner.invoke(app, [*command, str(tmp_path)])
         assert ended.exit_code == CheckpointsCode.UNREACHABLE == ExitCode.STORAGE_OUTAGE.value
+
+
+@pytest.mark.parametrize("command", [["list"], ["show"], ["verify"], ["prune", "--keep", "3"], ["quarantine", "20"]])
+def test_with_json_a_command_that_fails_prints_one_json_document(command: list[str], tmp_path: Path) -> None:
+    name, *rest = command
+    reason = ["--reason", "x"] if name == "quarantine" else []
+    ended = runner.invoke(app, ["checkpoints", name, str(tmp_path), *rest, *reason, "--json"])
+    assert ended.exit_code == CheckpointsCode.NOT_FOUND
+    told = json.loads(ended.stdout)
+    assert told == [] or (told["exit_code"], bool(told["error"])) == (20, True)

@@ -18,6 +18,12 @@ def table(fidelity: str = "lossless", *rules: dict[str, str]) -> LevelTable:
     return LevelTable.of(CheckpointConfig.model_validate({"fidelity": fidelity, "levels": rules}))
 
 
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_the_moments_of_an_entry_called_optimizer_are_treated_alike(key: str) -> None:
+    assert table("bounded").treatment(f"optimizer.state.w.{key}", "float32") == Treatment("L2", "bounded")
+    assert table("bounded").treatment(f"optimum.state.w.{key}", "float32") == Treatment("L1", "lossless")
+
+
 def test_everything_is_lossless_by_default() -> None:
     for name in (M, V):
         assert table().treatment(name, "float32") == Treatment("L2", "lossless")
