@@ -8,7 +8,7 @@ create-only store: see `CommitLog.append`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -25,18 +25,16 @@ from storage.errors import (
     StorageError,
     StoreUnavailable,
 )
+from storage.history import effective_history, writer_of
 from storage.keys import (
     COMMITS,
     MANIFESTS,
     QUARANTINE,
-    SHARDS,
     StepKey,
     commit_key,
     manifest_key,
     new_nonce,
     parse_record_key,
-    parse_shard_key,
-    parse_step_key,
     quarantine_key,
 )
 from storage.manifest import AttemptRecord, Commit, Manifest, QuarantineRecord
@@ -50,8 +48,6 @@ __all__ = [
     "CommitLog",
     "CommitScan",
     "StoredManifest",
-    "effective_history",
-    "uncommitted_steps",
 ]
 
 logger = logging.getLogger(__name__)
@@ -80,38 +76,11 @@ class CommitScan:
     unreadable: tuple[str, ...]
 
 
-def effective_history(commits: Iterable[Commit], quarantined: Iterable[StepKey] = ()) -> list[Commit]:
-    """The Commits that are the Run's history, by step.
-
-    A newer Attempt that went on from step b made every older Attempt's Commit beyond b void, also when its own Commits
-    are quarantined by now. Of one step the highest Attempt counts. Two writers of one Attempt (a coordinator and
-    the one that took its place) may both have committed one StepKey: both Commits are whole and name the same Shards,
-    and the one whose writer sorts first counts, so that every reader takes the same.
-    """
-    unusable = set(quarantined)
-    by_attempt: dict[int, list[Commit]] = {}
-    for commit in commits:
-        by_attempt.setdefault(commit.attempt.number, []).append(commit)
-    history: dict[int, Commit] = {}
-    limit: int | None = None
-    for number in sorted(by_attempt, reverse=True):
-        for commit in sorted(by_attempt[number], key=lambda commit: (-commit.step, commit.step_key, _writer(commit))):
-            if commit.step_key in unusable or (limit is not None and commit.step > limit):
-                continue
-            history.setdefault(commit.step, commit)
-        bases = [commit.base_step for commit in by_attempt[number]]
-        limit = min(bases) if limit is None else min(limit, *bases)
-    return [history[step] for step in sorted(history)]
-
-
-def _writer(commit: Commit) -> str:
-    return commit.writer or ""
-
-
 class CommitLog:
     """The Commits, Manifests and quarantine records of one Run. ``run_id`` None accepts the records of any Run.
 
-    Listings are always fresh; only the content of Commits, which never changes under its name, is remembered.
+    Listings are always fresh; only the content of Commits, which never changes under its name, is remembered. Commits
+    of this log itself count before a listing shows them.
     ``writer`` stands in the names of all that this log writes and is its own: a fresh one for every writing process.
     """
 
@@ -120,6 +89,7 @@ class CommitLog:
         self.run_id = run_id
         self.writer = writer or new_nonce()
         self._known: dict[str, Commit] = {}
+        self._own: set[str] = set()
         self._named: set[str] = set()  # Manifests of ours that a Commit may name: an append may fail and yet arrive
         self._warned: set[str] = set()
 
@@ -140,6 +110,7 @@ class CommitLog:
         """Read commits/; what is foreign or unreadable is left out and named in one warning."""
         listed = self.store.list(COMMITS)
         ours = [entry for entry in listed if parse_record_key(entry.key, COMMITS) is not None]
+        ours += self._not_listed_yet({entry.key for entry in ours})
         commits, unreadable = list[Commit](), list[str]()
         for entry, found in self._read_all(ours):
             if isinstance(found, Commit):
@@ -148,9 +119,19 @@ class CommitLog:
                 unreadable.append(entry.key)  # what is missing was un-committed since the listing
         self._warn_once([entry.key for entry in listed if parse_record_key(entry.key, COMMITS) is None] + unreadable)
         return CommitScan(
-            commits=tuple(sorted(commits, key=lambda commit: (commit.step_key, _writer(commit)))),
+            commits=tuple(sorted(commits, key=lambda commit: (commit.step_key, writer_of(commit)))),
             unreadable=tuple(unreadable),
         )
+
+    def _not_listed_yet(self, listed: set[str]) -> list[ObjectEntry]:
+        """Commits of our own that a late listing does not show. What another process un-committed is forgotten."""
+        late = []
+        for key in sorted(self._own - listed):
+            try:
+                late.append(ObjectEntry(key=key, size=len(self.store.get(key))))
+            except ObjectMissing:
+                self._own.discard(key)
+        return late
 
     def append(self, commit: Commit) -> Commit:
         """Write ``commit``, the last write of a save; returns the Commit that counts. Raises CommitRefused.
@@ -172,7 +153,10 @@ class CommitLog:
         try:
             self.store.create(commit.object_key, commit_to_bytes(commit))
         except ObjectExists as error:
-            return self._unless_changed(commit, error)
+            stored = self._unless_changed(commit, error)
+            self._own.add(commit.object_key)
+            return stored
+        self._own.add(commit.object_key)
         self._take_back_if_void(commit)
         return commit
 
@@ -233,6 +217,7 @@ class CommitLog:
         newer = [other for other in commits if other.attempt.number > commit.attempt.number]
         if not newer or commit.step_key in {kept.step_key for kept in effective_history([*commits, commit])}:
             return
+        self._own.discard(commit.object_key)
         self.store.delete([commit.object_key])
         raise CommitRefused(
             f"step {commit.step} of attempt {commit.step_key.attempt.label} is taken back: attempt "
@@ -318,6 +303,7 @@ class CommitLog:
         listed = [entry.key for entry in self.store.list(COMMITS) if _is_of(entry.key, COMMITS, step_key)]
         # By name too: some listings show a record only after a while.
         known = [key for key, commit in self._known.items() if commit.step_key == step_key]
+        self._own.discard(commit_key(step_key, self.writer))
         self.store.delete(sorted({*listed, *known, commit_key(step_key, self.writer)}))
 
     def manifest_keys(self, step_key: StepKey) -> list[str]:
@@ -390,11 +376,3 @@ def _says_the_same(stored: T, ours: T) -> bool:
 def _is_of(key: str, folder: str, step_key: StepKey) -> bool:
     record = parse_record_key(key, folder)
     return record is not None and record.step_key == step_key
-
-
-def uncommitted_steps(store: ObjectStore, shards: Iterable[ObjectEntry] | None = None) -> list[StepKey]:
-    """Steps that have Shards but no Commit: saves that were cut off. ``shards`` spares a second listing of Shards."""
-    entries = store.list(SHARDS) if shards is None else shards
-    present = {parsed[0] for entry in entries if (parsed := parse_shard_key(entry.key)) is not None}
-    committed = {parse_step_key(entry.key) for entry in store.list(COMMITS)}
-    return sorted(present - committed)

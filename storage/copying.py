@@ -16,8 +16,9 @@ from typing import BinaryIO
 
 import xxhash
 
-from storage.commit_log import CommitLog, effective_history
+from storage.commit_log import CommitLog
 from storage.errors import CorruptCheckpoint, ObjectExists, ObjectMissing, StorageError
+from storage.history import effective_history
 from storage.keys import RUN, StepKey, shard_prefix
 from storage.manifest import Commit
 from storage.object_store import ObjectStore

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from storage.commit_log import CommitLog, effective_history
+from storage.commit_log import CommitLog
+from storage.history import effective_history
 from storage.keys import MANIFESTS, SHARDS, StepKey, parse_record_key, parse_shard_key, parse_step_key
 from storage.manifest import Commit, Manifest, QuarantineRecord
 from storage.object_store import ObjectEntry, ObjectStore

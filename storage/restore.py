@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from pydantic import ValidationError
 
 from storage.codec import digest128
-from storage.commit_log import CommitLog, uncommitted_steps
+from storage.commit_log import CommitLog
 from storage.errors import CorruptCheckpoint, ObjectMissing, StorageError
 from storage.events import utc_text
+from storage.history import uncommitted_steps
 from storage.keys import COMMITS, SHARDS, Attempt
 from storage.manifest import Commit, Manifest
 from storage.object_store import ObjectStore

@@ -19,6 +19,7 @@ from storage.retry_tally import count_retry
 __all__ = ["RetryingStore", "backoff_s"]
 
 T = TypeVar("T")
+_MOST_SILENT = 2
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,10 @@ def backoff_s(retry: int, *, first_s: float, longest_s: float, rng: random.Rando
 
 
 class RetryingStore:
-    """An ObjectStore whose calls are tried ``retries`` times more. ``deadline_s`` bounds each single try."""
+    """An ObjectStore whose calls are tried ``retries`` times more. ``deadline_s`` bounds each single try.
+
+    A store that does not answer at all is asked twice: what fails at once may pass soon, silence mostly stays.
+    """
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class RetryingStore:
 
     def _try(self, call: Callable[[float], T], deadline_s: float | None) -> T:
         limit = self._deadline_s if deadline_s is None else deadline_s
-        retry = 0
+        retry = num_silent = 0
         while True:
             began_s = time.monotonic()
             try:
@@ -121,9 +125,11 @@ class RetryingStore:
             except StoreRefused:
                 raise
             except StoreUnavailable as error:
-                if retry >= self._retries:
+                took_s = time.monotonic() - began_s
+                num_silent += took_s >= limit and isinstance(error.__cause__, TimeoutError)
+                if retry >= self._retries or num_silent >= _MOST_SILENT:
                     raise
-                count_retry(f"{type(error).__name__}: {error}", time.monotonic() - began_s)
+                count_retry(f"{type(error).__name__}: {error}", took_s)
                 self._wait(error, retry)
                 retry += 1
 

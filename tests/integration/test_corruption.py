@@ -13,7 +13,8 @@ import boto3
 import pytest
 
 from orchestrator.exit_codes import ExitCode
-from storage.commit_log import CommitLog, uncommitted_steps
+from storage.commit_log import CommitLog
+from storage.history import uncommitted_steps
 from storage.open_store import open_store
 from storage.verify import verify_commit
 from tests.clusters import RayNodes

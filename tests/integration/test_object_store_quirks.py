@@ -86,6 +86,7 @@ def _without(request: Request, header: str) -> Request:
         (_ignores_conditions, "ignored"),
         (_refuses_conditions(501, "NotImplemented"), "unsupported"),
         (_refuses_conditions(400, "InvalidArgument"), "unsupported"),
+        (_refuses_conditions(403, "AccessDenied"), "unknown"),
         (_has_no_bulk_delete_lists_or_heads, "honoured"),
         (_ignores_ranges, "honoured"),
         (_refuses_checksums, "honoured"),

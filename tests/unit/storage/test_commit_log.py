@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.commit_log import CommitLog, effective_history, uncommitted_steps
+from storage.commit_log import CommitLog
 from storage.errors import (
     CommitRefused,
     CorruptCheckpoint,
@@ -18,6 +18,7 @@ from storage.errors import (
     StorageError,
     StoreUnavailable,
 )
+from storage.history import effective_history, uncommitted_steps
 from storage.keys import StepKey, commit_key
 from storage.manifest import Commit
 from storage.memory_store import MemoryStore

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from storage.commit_log import MAX_MANIFEST_BYTES, MAX_RECORD_BYTES, CommitLog, effective_history
+from storage.commit_log import MAX_MANIFEST_BYTES, MAX_RECORD_BYTES, CommitLog
 from storage.errors import CommitRefused, CorruptCheckpoint, StoreUnavailable
+from storage.history import effective_history
 from storage.keys import StepKey, commit_key, manifest_key
 from storage.manifest import Manifest
 from storage.memory_store import MemoryStore
@@ -28,6 +29,26 @@ class LaxStore(MemoryStore):
         if key.startswith("commits/") and self.then is not None:
             then, self.then = self.then, None
             then()
+
+
+class LateStore(MemoryStore):
+    """A store whose listings show nothing that was written since ``is_late`` was set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_late = False
+        self._shown: set[str] = set()
+
+    def put(self, key: str, data: bytes | memoryview, *, deadline_s: float = 60.0) -> None:
+        super().put(key, data, deadline_s=deadline_s)
+        if not self.is_late:
+            self._shown.add(key)
+
+    def list(self, prefix: str, *, deadline_s: float = 60.0) -> list[ObjectEntry]:
+        return [entry for entry in super().list(prefix, deadline_s=deadline_s) if entry.key in self._shown]
+
+    def create(self, key: str, data: bytes, *, deadline_s: float = 60.0) -> None:
+        self.put(key, data, deadline_s=deadline_s)
 
 
 @pytest.fixture
@@ -214,3 +235,23 @@ def test_a_manifest_grown_since_its_commit_is_refused_before_it_is_read() -> Non
     with pytest.raises(CorruptCheckpoint, match="bytes, committed"):
         writing(store).read_manifest(commit)
     assert store.got == []
+
+
+def test_a_commit_of_its_own_counts_before_a_late_listing_shows_it() -> None:
+    store = LateStore()
+    log = writing(store)
+    commit_parts(log, written(store, 10))
+    store.is_late = True
+    newest = commit_parts(log, written(store, 20))
+    assert log.latest() == newest
+    log.uncommit(newest.step_key)
+    assert [commit.step for commit in log.commits()] == [10]
+
+
+def test_a_commit_of_its_own_that_somebody_else_took_away_does_not_count() -> None:
+    store = LateStore()
+    log = writing(store)
+    store.is_late = True
+    commit = commit_parts(log, written(store, 10))
+    store.delete([commit.object_key])
+    assert log.commits() == []

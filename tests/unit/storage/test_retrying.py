@@ -144,3 +144,12 @@ def test_the_configured_deadline_is_used_unless_the_caller_names_one() -> None:
     store.put("a", b"")
     store.put("b", b"", deadline_s=1.5)
     assert inner.deadlines == [7.0, 1.5]
+
+
+def test_a_store_that_stays_silent_is_asked_twice_however_many_retries_there_are() -> None:
+    silent = StoreUnavailable("put", "k", "no answer within 7 s")
+    silent.__cause__ = TimeoutError()
+    inner, sleeps = _Flaky(failures=9, error=silent), list[float]()
+    with pytest.raises(StoreUnavailable, match="no answer"):
+        _retrying(inner, 5, sleeps).put("k", b"v", deadline_s=0.0)  # so every try lasts as long as it may
+    assert (inner.calls, len(sleeps)) == (2, 1)
