@@ -61,7 +61,7 @@ def _retrying(inner: MemoryStore, retries: int, sleeps: list[float]) -> Retrying
 
 def test_a_passing_failure_is_retried_with_growing_waits_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
     inner, sleeps = _Flaky(4), list[float]()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="storage.retrying"):
         _retrying(inner, 5, sleeps).put("k", b"x")
     assert inner.get("k") == b"x"
     assert len(sleeps) == 4
