@@ -153,7 +153,7 @@ class KeeperActor:
 
     def _start(self, run_id: str, node_id: str, root_url: str, config: CheckpointConfig, identity: str) -> Keeper:
         until = time.monotonic() + _CLAIM_TIMEOUT_S
-        store = open_store(root_url, config.store)
+        store = open_store(root_url, config.store, keeps_parts=True)
         while True:
             try:
                 return Keeper(

@@ -26,10 +26,15 @@ _memory_lock = threading.Lock()
 _ONE_SLASH = re.compile(r"(?:s3a?|file|gs|gcs|az|abfs|memory):/(?!/)")
 
 
-def open_store(url: str, config: StoreConfig | None = None) -> ObjectStore:
-    """The store at ``url``: a path, ``file://``, ``s3://``, ``memory://NAME`` (one per process), or any of fsspec's."""
+def open_store(url: str, config: StoreConfig | None = None, *, keeps_parts: bool = False) -> ObjectStore:
+    """The store at ``url``: a path, ``file://``, ``s3://``, ``memory://NAME`` (one per process), or any of fsspec's.
+
+    ``keeps_parts``: for one who puts again what the store did not take; what is left for good is swept by age.
+    """
     config = config or StoreConfig()
-    return RetryingStore(_open(url, config), retries=config.retries, deadline_s=config.deadline_s)
+    return RetryingStore(
+        _open(url, config), retries=config.retries, deadline_s=config.deadline_s, keeps_parts=keeps_parts
+    )
 
 
 def _open(url: str, config: StoreConfig) -> ObjectStore:

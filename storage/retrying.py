@@ -35,6 +35,7 @@ def backoff_s(retry: int, *, first_s: float, longest_s: float, rng: random.Rando
 class RetryingStore:
     """An ObjectStore whose calls are tried ``retries`` times more. ``deadline_s`` bounds each single try.
 
+    ``keeps_parts``: what a put that failed has stored of its object is not dropped, so that a later one goes on from it.
     A store that does not answer at all is asked twice: what fails at once may pass soon, silence mostly stays.
     """
 
@@ -46,6 +47,7 @@ class RetryingStore:
         deadline_s: float = 60.0,
         first_delay_s: float = 0.4,
         max_delay_s: float = 10.0,
+        keeps_parts: bool = False,
         sleep: Callable[[float], None] = time.sleep,
         rng: random.Random | None = None,
     ) -> None:
@@ -54,6 +56,7 @@ class RetryingStore:
         self._deadline_s = deadline_s
         self._first_delay_s = first_delay_s
         self._max_delay_s = max_delay_s
+        self._keeps_parts = keeps_parts
         self._sleep = sleep
         self._rng = rng or random.Random()
         self._num_retries = 0
@@ -77,8 +80,9 @@ class RetryingStore:
     def put(self, key: str, data: bytes | memoryview, *, deadline_s: float | None = None) -> None:
         try:
             self._try(lambda limit: self._inner.put(key, data, deadline_s=limit), deadline_s)
-        except StoreUnavailable:
-            if isinstance(self._inner, ResumesPuts):
+        except StoreUnavailable as error:
+            is_final = isinstance(error, StoreRefused) or not self._keeps_parts
+            if is_final and isinstance(self._inner, ResumesPuts):
                 self._inner.give_up(key)
             raise
 

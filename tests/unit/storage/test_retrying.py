@@ -153,3 +153,14 @@ def test_a_store_that_stays_silent_is_asked_twice_however_many_retries_there_are
     with pytest.raises(StoreUnavailable, match="no answer"):
         _retrying(inner, 5, sleeps).put("k", b"v", deadline_s=0.0)  # so every try lasts as long as it may
     assert (inner.calls, len(sleeps)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "given_up"), [(StoreUnavailable("put", "k", "reset"), []), (StoreRefused("put", "k", "denied"), ["k"])]
+)
+def test_parts_are_kept_for_one_who_puts_again_unless_the_store_refused(error: Exception, given_up: list[str]) -> None:
+    inner = _Resuming(9, error)
+    store = RetryingStore(inner, retries=1, sleep=lambda _: None, keeps_parts=True)
+    with pytest.raises(StoreUnavailable):
+        store.put("k", b"x")
+    assert inner.given_up == given_up
