@@ -35,7 +35,7 @@ def backoff_s(retry: int, *, first_s: float, longest_s: float, rng: random.Rando
 class RetryingStore:
     """An ObjectStore whose calls are tried ``retries`` times more. ``deadline_s`` bounds each single try.
 
-    ``keeps_parts``: what a put that failed has stored of its object is not dropped, so that a later one goes on from it.
+    ``keeps_parts``: what a failed put has stored of its object is not dropped, so that a later one goes on from it.
     A store that does not answer at all is asked twice: what fails at once may pass soon, silence mostly stays.
     """
 
