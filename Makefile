@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install install-dev run test test-full check format bench bench-recovery bench-stall bench-storage bench-codec bench-commit clean
+.PHONY: help install install-dev run test test-full lint check format bench bench-recovery bench-stall bench-storage bench-codec bench-commit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -36,11 +36,13 @@ test: install-dev ## all tests but the slow ones; says at the end what it skippe
 test-full: install-dev ## the slow tests too
 	$(BIN)/python -m pytest -q --slow $(PYTEST_ARGS)
 
-check: install-dev ## format, lint, types, import contracts, unit tests: under a minute
+lint: install-dev ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint ## the same with the unit tests: two minutes
 	$(BIN)/python -m pytest -q tests/unit tests/architecture $(PYTEST_ARGS)
 
 format: install-dev ## apply the formatter and the safe lint fixes
