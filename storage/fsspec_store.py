@@ -301,7 +301,7 @@ def _age_s(item: dict[str, Any]) -> float:
     changed = item.get("mtime") or item.get("last_modified") or item.get("LastModified") or item.get("modified")
     if isinstance(changed, datetime):
         changed = changed.timestamp()
-    return time.time() - changed if isinstance(changed, int | float) else 0.0
+    return max(0.0, time.time() - changed) if isinstance(changed, int | float) else 0.0
 
 
 def _renames(filesystem: Any) -> bool:

@@ -328,7 +328,8 @@ def _client_settings(config: StoreConfig) -> dict[str, Any]:
 
 
 def _age_s(moment: Any) -> float:
-    """Seconds since ``moment`` as a server told it; nothing told counts as just now."""
+    """Seconds since ``moment`` as a server told it; nothing told, or a moment that is still to come, is just now."""
     if not isinstance(moment, datetime):
         return 0.0
-    return (datetime.now(UTC) - (moment if moment.tzinfo else moment.replace(tzinfo=UTC))).total_seconds()
+    # Servers tell whole seconds, some rounded up, and by clocks of their own.
+    return max(0.0, (datetime.now(UTC) - (moment if moment.tzinfo else moment.replace(tzinfo=UTC))).total_seconds())
