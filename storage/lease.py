@@ -24,7 +24,7 @@ from storage.events import utc_text
 from storage.keys import LEASES, lease_key, new_nonce
 from storage.object_store import ObjectStore
 
-__all__ = ["Lease", "LeaseRecord", "Owner", "acquire", "local_owner", "process_is_alive"]
+__all__ = ["Lease", "LeaseRecord", "Owner", "acquire", "local_owner", "parse_lease", "process_is_alive", "read_leases"]
 
 logger = logging.getLogger(__name__)
 
@@ -176,11 +176,11 @@ class Lease:
         if self._is_lost:
             return False
         key = lease_key(self.nonce)
-        found = _read_all(self._around, key)
+        found = read_leases(self._around.store, key, deadline_s=self._around.ttl_s)
         if key not in found:
             self._is_lost = True
         for other, content in found.items():
-            record = _parse(content)
+            record = parse_lease(content)
             if other != key and record is not None and self.nonce in record.replaces:
                 self._is_lost = True
         return not self._is_lost
@@ -242,7 +242,8 @@ class _Watch:
             self.around.sleep(self.around.poll_s)
 
     def _is_anyone_pending(self) -> bool:
-        found = _read_all(self.around, lease_key(self.nonce) if self.is_entered else None)
+        own_key = lease_key(self.nonce) if self.is_entered else None
+        found = read_leases(self.around.store, own_key, deadline_s=self.around.ttl_s)
         own = found.pop(lease_key(self.nonce), None)
         if self.is_entered and own is None:
             raise LeaseHeld(self.around.run_id, "it took over while this driver was starting")
@@ -258,7 +259,7 @@ class _Watch:
     def _is_dead(self, key: str, content: bytes) -> bool:
         now_s = self.around.clock()
         sighting = self._sightings.setdefault(key, _Sighting(content=content, since_s=now_s))
-        record = _parse(content)
+        record = parse_lease(content)
         if sighting.content != content:
             raise LeaseHeld(self.around.run_id, _describe(key, content))
         if record is not None and self._died_here(record):
@@ -272,19 +273,22 @@ class _Watch:
         return not self.around.is_alive(record.pid)
 
 
-def _read_all(around: _Surroundings, own_key: str | None) -> dict[str, bytes]:
-    """``own_key``: of a record that was written; a store that lists late may not list it yet, which means nothing."""
+def read_leases(store: ObjectStore, own_key: str | None = None, *, deadline_s: float = 60.0) -> dict[str, bytes]:
+    """The records of all drivers by key, as stored.
+
+    ``own_key``: of a record that was written; a store that lists late may not list it yet, which means nothing.
+    """
     found: dict[str, bytes] = {}
-    listed = {entry.key for entry in around.store.list(LEASES, deadline_s=around.ttl_s)}
+    listed = {entry.key for entry in store.list(LEASES, deadline_s=deadline_s)}
     for key in sorted(listed | ({own_key} if own_key else set())):
         if key != lease_key(_nonce_of(key)):
             continue  # not ours; never read, never deleted
         with contextlib.suppress(ObjectMissing):  # released since the listing
-            found[key] = around.store.get(key, deadline_s=around.ttl_s)
+            found[key] = store.get(key, deadline_s=deadline_s)
     return found
 
 
-def _parse(content: bytes) -> LeaseRecord | None:
+def parse_lease(content: bytes) -> LeaseRecord | None:
     """The record, or None for one of another version: then only its changes tell whether its driver lives."""
     try:
         return LeaseRecord.model_validate_json(content)
@@ -297,7 +301,7 @@ def _nonce_of(key: str) -> str:
 
 
 def _describe(key: str, content: bytes) -> str:
-    record = _parse(content)
+    record = parse_lease(content)
     if record is None:
         return f"driver {_nonce_of(key)}"
     return f"driver {record.nonce}, pid {record.pid} on {record.host}, last renewed {record.renewed_at_utc}"

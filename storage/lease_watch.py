@@ -10,11 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
-from storage.errors import ObjectMissing
-from storage.keys import LEASES, lease_key
-from storage.lease import LeaseRecord, Owner, local_owner, process_is_alive
+from storage.lease import LeaseRecord, Owner, local_owner, parse_lease, process_is_alive, read_leases
 from storage.object_store import ObjectStore
 
 __all__ = ["DriverSighting", "watch_drivers"]
@@ -54,7 +50,7 @@ def watch_drivers(
     ``on_wait`` is told once what is being waited for, and how long at most.
     """
     owner = owner or local_owner()
-    first = _read_all(store)
+    first = read_leases(store)
     here = {key: _seen_here(key, content, owner, is_alive) for key, content in first.items()}
     verdicts = {key: sighting for key, sighting in here.items() if sighting is not None}
     doubtful = {key: content for key, content in first.items() if key not in verdicts}
@@ -64,7 +60,7 @@ def watch_drivers(
         on_wait(_sighting(key, content, None, "being watched"), ttl_s)
     while doubtful and clock() < until_s:
         sleep(poll_s)
-        for key, sighting in _changes(doubtful, _read_all(store)).items():
+        for key, sighting in _changes(doubtful, read_leases(store)).items():
             verdicts[key] = sighting
             del doubtful[key]
     for key, content in doubtful.items():
@@ -87,7 +83,7 @@ def _changes(doubtful: Mapping[str, bytes], now: Mapping[str, bytes]) -> dict[st
 
 def _seen_here(key: str, content: bytes, owner: Owner, is_alive: Callable[[int], bool]) -> DriverSighting | None:
     """What the process table of this machine says; None for a driver of another machine."""
-    record = _parse(content)
+    record = parse_lease(content)
     if record is None or (record.host, record.boot_id) != (owner.host, owner.boot_id):
         return None
     if is_alive(record.pid):
@@ -96,24 +92,4 @@ def _seen_here(key: str, content: bytes, owner: Owner, is_alive: Callable[[int],
 
 
 def _sighting(key: str, content: bytes, is_alive: bool | None, reason: str) -> DriverSighting:
-    return DriverSighting(key=key, record=_parse(content), is_alive=is_alive, reason=reason)
-
-
-def _read_all(store: ObjectStore) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for entry in store.list(LEASES):
-        nonce = entry.key.removeprefix(LEASES).removesuffix(".json")
-        if entry.key != lease_key(nonce):
-            continue  # not ours
-        try:
-            found[entry.key] = store.get(entry.key)
-        except ObjectMissing:  # given back since the listing
-            continue
-    return found
-
-
-def _parse(content: bytes) -> LeaseRecord | None:
-    try:
-        return LeaseRecord.model_validate_json(content)
-    except ValidationError:
-        return None
+    return DriverSighting(key=key, record=parse_lease(content), is_alive=is_alive, reason=reason)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from storage.deadlines import Patience, call_within
+from storage.direct_io import sync_folder
 from storage.errors import ObjectExists, ObjectMissing, StoreRefused, StoreUnavailable
 from storage.object_keys import checked_name, inside
 from storage.object_store import ObjectEntry
@@ -114,7 +115,7 @@ class LocalStore:
             for folder in sorted(folders):
                 patience.beat()
                 with contextlib.suppress(FileNotFoundError):  # emptied and removed by another process
-                    _sync_folder(folder)
+                    sync_folder(folder)
                 self._drop_empty_folders(folder)
 
         if paths:
@@ -208,11 +209,11 @@ class LocalStore:
         """
         stop = self._root.parent
         while folder != stop:
-            _sync_folder(folder)
+            sync_folder(folder)
             folder = folder.parent
         for above in (stop, *stop.parents):
             with contextlib.suppress(PermissionError):  # the folders above the root may not be ours to read
-                _sync_folder(above)
+                sync_folder(above)
             if self._is_anchored or os.path.ismount(above):
                 break
         self._is_anchored = True
@@ -266,14 +267,6 @@ def _read(path: Path, offset: int, length: int | None, patience: Patience) -> by
             left -= len(chunk)
             patience.beat()
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _raise_unless_gone(error: OSError) -> None:
