@@ -6,15 +6,17 @@ only connects a driver and checks that nothing is left behind.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import ray
 
 from orchestrator.local_cluster import LocalCluster, LocalNode, descendants, is_running
 
-__all__ = ["RayNodes", "ray_nodes"]
+__all__ = ["RayNodes", "one_node", "ray_nodes"]
 
 _GONE_S = 10.0
 
@@ -102,3 +104,24 @@ def ray_nodes(num_nodes: int, *, cpus_per_node: int = 1, with_dashboard: bool = 
             ray.shutdown()
             cluster.close()
         _wait_gone(pids)
+
+
+@contextmanager
+def one_node(patch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A Ray of one node that ends with the block, where only actors and their ends matter; yields the node's id."""
+    patch.setenv("RAY_AUTH_MODE", "disabled")
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    patch.setenv("OMP_NUM_THREADS", "1")
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])))
+    ray.init(
+        address="local",
+        num_cpus=1,
+        object_store_memory=100_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        yield ray.get_runtime_context().get_node_id()
+    finally:
+        ray.shutdown()

@@ -28,6 +28,7 @@ from storage.keeper_protocol import BufferLease
 from storage.keys import Attempt, StepKey, shard_key
 from storage.manifest import Receipt
 from storage.open_store import open_store
+from tests.clusters import one_node
 from tests.fakes.snapshot_writer import lease_for, make_header, save
 
 FIRST = Attempt(number=1, nonce="00000001")
@@ -67,23 +68,8 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def node_id() -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])))
-        ray.init(
-            address="local",
-            num_cpus=1,
-            object_store_memory=100_000_000,
-            include_dashboard=False,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-        )
-        try:
-            yield ray.get_runtime_context().get_node_id()
-        finally:
-            ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch, one_node(patch) as node_id:
+        yield node_id
 
 
 class Site:

@@ -29,6 +29,7 @@ from storage.keys import Attempt
 from storage.manifest import Receipt
 from storage.open_store import open_store
 from storage.spool_files import spool_directory
+from tests.clusters import one_node
 from tests.fakes.snapshot_writer import save
 from tests.servers import MotoServer
 
@@ -70,22 +71,8 @@ def node_id() -> Iterator[str]:
         patch.setenv("AWS_SECRET_ACCESS_KEY", MotoServer.secret_key)
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])))
-        ray.init(
-            address="local",
-            num_cpus=1,
-            object_store_memory=100_000_000,
-            include_dashboard=False,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-        )
-        try:
-            yield ray.get_runtime_context().get_node_id()
-        finally:
-            ray.shutdown()
+        with one_node(patch) as node_id:
+            yield node_id
 
 
 class Place:
