@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-__all__ = ["CheckpointConfig", "Fidelity", "LevelRule", "LocalDiskConfig", "StoreConfig"]
+__all__ = ["CheckpointConfig", "Fidelity", "LevelRule", "LocalDiskConfig", "MemoryConfig", "StoreConfig"]
 
 Fidelity = Literal["lossless", "bounded", "omit"]
 
@@ -57,6 +57,38 @@ class LocalDiskConfig(BaseModel):
         2 << 30, ge=0, description="space left free on that file system, whatever the quota says"
     )
     direct_io: bool = Field(True, description="O_DIRECT where the file system takes it; quietly buffered where not")
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _without_quotes(cls, value: object) -> object:
+        """YAML reads a bare ``on`` as true and ``off`` as false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class MemoryConfig(BaseModel):
+    """The memory Tier: the newest Snapshots stay in shared memory, each with a replica in a peer Keeper's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["auto", "on", "off"] = Field(
+        "off", description="auto: as much of it as fits, what does not is said; on: refuse to start where it does not"
+    )
+    every_steps: int | None = Field(
+        None, ge=1, description="a Snapshot in memory every so many steps; null: as often as max_slowdown allows"
+    )
+    max_slowdown: float = Field(
+        0.01, gt=0, le=0.5, description="share of the training time that Snapshots in memory may cost"
+    )
+    replicate: bool = Field(True, description="keep a copy of each in the memory of a node in another failure domain")
+    domain_label: str = Field(
+        "ray.io/availability-zone", description="Ray node label that names a failure domain above the node"
+    )
+    bandwidth_bytes_per_s: float | None = Field(
+        None, gt=0, description="most that one node sends for replicas; null: no cap"
+    )
+    max_host_memory: float = Field(
+        0.5, gt=0, le=0.9, description="share of a node's free memory that Snapshots and replicas may take"
+    )
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -142,5 +174,6 @@ class CheckpointConfig(BaseModel):
     max_failed_saves: int | None = Field(
         None, ge=1, description="saves in a row that may fail before the run ends (exit code 16); null: any number"
     )
+    memory: MemoryConfig = MemoryConfig()
     local_disk: LocalDiskConfig = LocalDiskConfig()
     store: StoreConfig = StoreConfig()

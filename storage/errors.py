@@ -12,6 +12,7 @@ __all__ = [
     "KeeperUnreachable",
     "LeaseHeld",
     "ManifestMismatch",
+    "MemoryUnreadable",
     "ObjectExists",
     "ObjectMissing",
     "StorageError",
@@ -71,6 +72,20 @@ class CorruptCheckpoint(StorageError):
     def __str__(self) -> str:
         rank = "" if self.rank is None else f" (written by rank {self.rank})"
         return f"checkpoint of step {self.step}: {self.key}{rank}: {self.reason}"
+
+
+class MemoryUnreadable(StorageError):
+    """The Snapshot of ``rank`` at ``step`` cannot be read from any memory in the plan, or is not what was sealed.
+
+    Says nothing about a Checkpoint of the same step: only this generation must not be planned with again.
+    """
+
+    def __init__(self, step: int, rank: int, place: str, reason: str) -> None:
+        super().__init__(step, rank, place, reason)
+        self.step, self.rank, self.place, self.reason = step, rank, place, reason
+
+    def __str__(self) -> str:
+        return f"step {self.step} in memory: the Snapshot of rank {self.rank} at {self.place}: {self.reason}"
 
 
 class ManifestMismatch(StorageError):

@@ -17,20 +17,39 @@ from storage.manifest import Receipt
 __all__ = [
     "KEEPER_PROTOCOL_VERSION",
     "BufferLease",
+    "GenerationFacts",
     "KeeperGreeting",
     "KeeperPort",
     "KeeperStatus",
     "LeaseRequest",
+    "MemoryPort",
+    "MemoryProgress",
+    "MemoryReport",
     "ReceiptSink",
     "SealedSnapshot",
+    "TransportAddress",
 ]
 
 KEEPER_PROTOCOL_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransportAddress:
+    """Where a node's Keeper listens for peers: replicas come in and go out there (storage.transport)."""
+
+    node_id: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """A worker process asks for a buffer of ``num_bytes`` (header included) for its Snapshot of ``step``."""
+    """A worker process asks for a buffer of ``num_bytes`` (header included) for its Snapshot of ``step``.
+
+    ``is_generation``: for the memory Tier. Such a lease may be asked for ahead: ``step`` is then the earliest one that
+    it can be sealed for. ``safe_step``: the newest step of this Attempt that is whole in memory everywhere, replicas
+    included, as this rank knows; all that is older may go. -1: none yet, and generations of older Attempts stay.
+    """
 
     run_id: str
     attempt: Attempt
@@ -38,6 +57,8 @@ class LeaseRequest:
     rank: int
     pid: int
     num_bytes: int
+    is_generation: bool = False
+    safe_step: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +72,11 @@ class BufferLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedSnapshot:
-    """The worker's word that the buffer is whole. ``header_digest``: see storage.snapshot_format."""
+    """The worker's word that the buffer is whole. ``header_digest``: see storage.snapshot_format.
+
+    ``ship``: encode it and carry it to the store. ``keep``: hold it in memory as a generation, with a replica at
+    ``peer`` where one is named. At least one of both.
+    """
 
     lease_id: str
     run_id: str
@@ -62,6 +87,9 @@ class SealedSnapshot:
     num_bytes: int
     header_digest: str
     stall_s: float
+    ship: bool = True
+    keep: bool = False
+    peer: TransportAddress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +101,47 @@ class KeeperGreeting:
     run_id: str
     node_id: str
     pid: int
+    address: TransportAddress | None = None
+    budget_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationFacts:
+    """One sealed Snapshot that a Keeper holds in memory: its own rank's, or a peer's replica.
+
+    ``num_bytes``: of the whole raw Shard object (Snapshot buffer, index, trailer; storage.memory_shard). ``path``: its
+    file on the holder's node.
+    """
+
+    attempt: Attempt
+    step: int
+    rank: int
+    world_size: int
+    num_bytes: int
+    path: str
+    is_replica: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """All generations that one Keeper holds and where they can be fetched."""
+
+    address: TransportAddress
+    generations: tuple[GenerationFacts, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProgress:
+    """How far the memory Tier of one rank is: newest step sealed here, newest with a whole replica at its peer.
+
+    -1: none. Without a peer ``replicated_step`` is ``sealed_step``. ``last_error``: why the newest has no replica.
+    """
+
+    attempt: Attempt
+    rank: int
+    sealed_step: int
+    replicated_step: int
+    last_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +150,8 @@ class KeeperStatus:
 
     ``memory_bytes``: encoded Shards held in memory. ``spool_bytes``: those on the local disk. ``failing_for_s``: since
     the store's first failure without a success since. ``retries``: uploads begun again after the store had failed them.
-    ``superseded``: Snapshots given up for a newer one while the store was away or the disk full.
+    ``superseded``: Snapshots given up for a newer one while the store was away or the disk full. ``generation_bytes``
+    and ``replica_bytes``: the memory Tier's; ``memory_error``: why its newest Snapshot has no replica.
     """
 
     in_flight: int
@@ -94,6 +164,9 @@ class KeeperStatus:
     failing_for_s: float = 0.0
     retries: int = 0
     superseded: int = 0
+    generation_bytes: int = 0
+    replica_bytes: int = 0
+    memory_error: str | None = None
 
 
 class ReceiptSink(Protocol):
@@ -129,4 +202,12 @@ class KeeperPort(Protocol):
 
     def release(self, lease_ids: Sequence[str]) -> None:
         """Give buffers back unsealed."""
+        ...
+
+
+class MemoryPort(KeeperPort, Protocol):
+    """A Keeper with a memory Tier, as a worker sees it."""
+
+    def wait_replicated(self, attempt: Attempt, rank: int, step: int, timeout_s: float) -> MemoryProgress:
+        """Wait until the generation of ``step`` has its replica, or cannot get one; the state then, or at time-out."""
         ...

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from storage.keeper_protocol import TransportAddress
 from storage.keys import Attempt, StepKey
 from storage.manifest import Level, Tier
 
-__all__ = ["RestorePlan", "ShardLocation", "ShardSource"]
+__all__ = ["MemoryPlace", "MemorySource", "RestorePlan", "ShardLocation", "ShardSource"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +26,31 @@ class ShardLocation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlace:
+    """One Keeper that holds the Shard of saving rank ``rank`` in memory: ``path`` on its own node, else by address."""
+
+    rank: int
+    address: TransportAddress
+    path: str
+    num_bytes: int
+    is_replica: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySource:
+    """A complete step in memory: its Manifest as JSON, and for each saving rank, in order, who holds its Shard."""
+
+    manifest: bytes
+    places: tuple[tuple[MemoryPlace, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
     """What Attempt ``attempt`` loads: the Checkpoint ``source`` under ``root_url``, Shard by Shard.
 
     ``levels`` None: all of it. Otherwise only tensors of these Levels, which always include L1: a parameter of whose
-    optimizer state another Level is a part begins with a fresh one.
+    optimizer state another Level is a part begins with a fresh one. ``memory``: the step is read from the memory Tier,
+    not from the store; ``manifest_key`` is then empty, and size and digest are those of ``memory.manifest``.
     """
 
     attempt: Attempt
@@ -41,6 +62,7 @@ class RestorePlan:
     shards: tuple[ShardLocation, ...]
     allow_partial: bool = False
     levels: tuple[Level, ...] | None = None
+    memory: MemorySource | None = None
 
     @property
     def step(self) -> int:

@@ -1,68 +1,61 @@
-"""The Protocol by which Keepers hand each other sealed bytes. There is no implementation yet: it is the border only.
+"""The border by which Keepers hand each other Snapshots: what a replica is called, and who holds replicas.
 
-It will serve the peer-memory Tier: a Keeper keeps a replica of a peer's Shard and gives it back after a node is lost.
-Ray carries control alone; the bytes go from arena to arena over a connection of their own. It neither chooses peers nor
-decides what a replica is good for.
+Ray carries control alone; the bytes go from arena to arena over a connection of their own. Which peer a replica goes
+to, and what it is good for, is decided elsewhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 from storage.keys import Attempt
 
-__all__ = ["LARGEST_TRANSFER_BYTES", "ReplicaRef", "ShardTransport", "TransportAddress"]
-
-LARGEST_TRANSFER_BYTES: Final = (
-    1 << 22
-)  # what one message may carry, so that a peer never allocates on a stranger's word
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportAddress:
-    """Where a Keeper listens. ``run_id`` is part of the handshake: both ends prove that they hold that Run's key."""
-
-    run_id: str
-    node_id: str
-    host: str
-    port: int
+__all__ = ["ReplicaHolder", "ReplicaRef", "ReplicaRoom"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRef:
-    """Names the encoded Shard of one rank, with what is needed to check it: size and xxh3_128 of all its bytes."""
+    """Names the raw Shard object (storage.memory_shard) of one rank at one step. ``digest``: xxh3_128 of all its bytes.
 
+    ``safe_step``: as in LeaseRequest; the holder may drop what is older.
+    """
+
+    run_id: str
     attempt: Attempt
     step: int
     rank: int
+    world_size: int
     num_bytes: int
     digest: str
+    safe_step: int = -1
 
 
-class ShardTransport(Protocol):
-    """Call order of a replication: `offer`, then `send` from offset 0 upward without gaps, then `seal`.
+class ReplicaRoom(Protocol):
+    """A place for one replica that is coming in. Exactly one of `seal` and `drop` ends it."""
 
-    Every call is authenticated per Run, refuses an Attempt older than the newest the peer has seen (StorageError), and
-    raises StoreUnavailable when ``deadline_s`` passes. Only sealed replicas exist: what was not sealed is dropped.
-    """
-
-    def offer(self, peer: TransportAddress, replica: ReplicaRef, *, deadline_s: float) -> bool:
-        """Ask the peer to make room. False: its budget is used up, and the replica is not made there."""
+    @property
+    def view(self) -> memoryview:
+        """Writable, ``num_bytes`` long."""
         ...
 
-    def send(
-        self, peer: TransportAddress, replica: ReplicaRef, offset: int, data: memoryview, *, deadline_s: float
-    ) -> None:
-        """Bytes ``[offset, offset + len(data))``, at most LARGEST_TRANSFER_BYTES."""
+    def seal(self) -> None:
+        """The bytes are whole and have the digest: from now on the replica exists."""
         ...
 
-    def seal(self, peer: TransportAddress, replica: ReplicaRef, *, deadline_s: float) -> None:
-        """The replica is whole. The peer checks size and digest before it counts; a mismatch raises StorageError."""
+    def drop(self) -> None:
+        """Nothing of it remains."""
         ...
 
-    def fetch(
-        self, peer: TransportAddress, replica: ReplicaRef, offset: int, length: int, *, deadline_s: float
-    ) -> bytes:
-        """Exactly ``length`` bytes of a sealed replica. Raises ObjectMissing when the peer does not hold it."""
+
+class ReplicaHolder(Protocol):
+    """What the transport's server asks of its Keeper. Called from the server's threads."""
+
+    def make_room(self, ref: ReplicaRef) -> ReplicaRoom | None:
+        """Room for ``ref``; None when it is held already. Raises StorageError with the reason where there is none:
+        budget used up, an older Attempt, another Run."""
+        ...
+
+    def open_generation(self, attempt: Attempt, step: int, rank: int) -> memoryview | None:
+        """The whole sealed raw Shard object, own or replica; None when it is not held. Dropped by the caller soon."""
         ...

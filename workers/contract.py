@@ -6,10 +6,11 @@ Each is frozen, keyword-only and carries its Attempt; a receiver refuses an olde
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Protocol
 
+from storage.keeper_protocol import TransportAddress
 from storage.keys import Attempt, StepKey
 from storage.manifest import Tier
 from storage.sources import RestorePlan
@@ -26,6 +27,7 @@ __all__ = [
     "FailureCause",
     "Heartbeat",
     "Member",
+    "MemorySpec",
     "Order",
     "OrderKind",
     "Outcome",
@@ -54,11 +56,17 @@ class Phase(StrEnum):
 
 
 class OrderKind(IntEnum):
-    """The closed set of Orders. A Leave includes a Snapshot of its step."""
+    """The closed set of Orders. A Leave includes a Snapshot of its step that is carried to the store; a Part one that
+    only stays in memory, for a World that regroups at once."""
 
     NONE = 0
     SNAPSHOT = 1
     LEAVE = 2
+    PART = 3
+
+    @property
+    def ends_attempt(self) -> bool:
+        return self in (OrderKind.LEAVE, OrderKind.PART)
 
 
 class OutcomeKind(StrEnum):
@@ -76,18 +84,23 @@ class CauseKind(StrEnum):
     CHECKPOINT_MISMATCH = "checkpoint-mismatch"
     DATA = "data"
     STORAGE = "storage"
+    MEMORY = "memory"  # a generation that the plan named could not be read
     ABANDONED = "abandoned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """What a worker process says of itself once it is warm (torch imported, model template built, data opened)."""
+    """What a worker process says of itself once it is warm (torch imported, model template built, data opened).
+
+    ``state_bytes``: of the whole training state, weights and AdamW's moments, where the model is the built-in one.
+    """
 
     worker_id: str
     node_id: str
     pid: int
     host: str
     device: str
+    state_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +123,19 @@ class World:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySpec:
+    """The memory Tier of one rank: ``peer`` takes its replicas (None: it has none), ``key`` opens the transport."""
+
+    peer: TransportAddress | None
+    key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSpec:
-    """All that one worker needs to take part in an Attempt. ``restore`` None: start from step 0."""
+    """All that one worker needs to take part in an Attempt. ``restore`` None: start from step 0.
+
+    ``memory`` None: no generations are taken.
+    """
 
     run_id: str
     world: World
@@ -121,6 +145,7 @@ class AttemptSpec:
     group_timeout_s: float
     restore: RestorePlan | None
     data_override: bool = False
+    memory: MemorySpec | None = None
 
     @property
     def attempt(self) -> Attempt:
@@ -152,7 +177,9 @@ class StepReport:
     """One finished optimizer step as rank 0 saw it.
 
     ``position`` counts samples consumed since step 0; ``sample_chain`` is the chained xxh3_128 of their ids;
-    ``finished_at_s`` is Unix time.
+    ``finished_at_s`` is Unix time. ``memory_step``: the newest step that every rank was to keep in memory,
+    ``safe_step`` the newest that is whole there, replicas included; -1: none. ``memory_stall_s``: rank 0's wait for the
+    Snapshot of ``memory_step``.
     """
 
     step: int
@@ -164,6 +191,9 @@ class StepReport:
     sample_chain: str
     step_s: float
     finished_at_s: float
+    memory_step: int = -1
+    safe_step: int = -1
+    memory_stall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

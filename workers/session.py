@@ -73,7 +73,7 @@ class Session:
     ) -> None:
         self._settings, self._spec, self._parts = settings, spec, parts
         self._groups, self._courier, self._pulse, self._check = groups, courier, pulse, check
-        self._layout = StepVectorLayout(num_leaves=settings.data.num_leaves)
+        self._layout = StepVectorLayout(num_leaves=settings.data.num_leaves, world_size=spec.world.size)
         self._state: TrainingState | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._stream: LeafStream | None = None
@@ -272,7 +272,7 @@ class Session:
 
     def _fill(self, step: TrainStep) -> torch.Tensor:
         """This rank's part of the vector. Losses and the norm stay on the device: nothing here waits for it."""
-        words = self._layout.rank_part(step=step.number, digests=step.digests)
+        words = self._layout.rank_part(step=step.number, digests=step.digests, rank=self.rank)
         if self.rank == 0:
             bound = self._desk.bind(step.number)
             self._layout.add_rank0_part(words, order=bound, lr=step.lr, step_s=step.elapsed_s())
@@ -286,7 +286,7 @@ class Session:
     def _absorb(self, in_flight: _InFlight) -> None:
         """Take in the totals of one step: Progress on every rank, the report on rank 0."""
         in_flight.work.wait()
-        totals = self._layout.read(in_flight.vector.tolist(), world_size=self.world_size)
+        totals = self._layout.read(in_flight.vector.tolist())
         if totals.mean_step != in_flight.step:
             raise RanksDisagree(self.rank, in_flight.step, totals.mean_step)
         self._desk.learn(totals.order)

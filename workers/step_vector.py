@@ -15,8 +15,19 @@ from workers.reduction import ordered_mean
 
 __all__ = ["NUM_STATISTICS", "StepTotals", "StepVectorLayout"]
 
-_ORDER_NUMBER, _ORDER_KIND, _ORDER_STEP, _GRAD_NORM, _LR, _STEP_S, _STEP_WORD = range(7)
-_STATISTICS = 7
+(
+    _ORDER_NUMBER,
+    _ORDER_KIND,
+    _ORDER_STEP,
+    _GRAD_NORM,
+    _LR,
+    _STEP_S,
+    _STEP_WORD,
+    _MEMORY_STEP,
+    _MEMORY_STALL_S,
+    _NUM_REPLICATED,
+) = range(10)
+_STATISTICS = 10
 NUM_STATISTICS = 8
 """Reserved words for training statistics; zero for now."""
 _LOSSES = _STATISTICS + NUM_STATISTICS
@@ -25,7 +36,12 @@ _NO_ORDER = BoundOrder(number=0, kind=OrderKind.NONE, step=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """The summed vector of one step, taken apart. ``mean_step`` tells whether all ranks meant the same step."""
+    """The summed vector of one step, taken apart. ``mean_step`` tells whether all ranks meant the same step.
+
+    ``memory_step``: the step that rank 0 binds for the next Snapshot in memory, 0: none. ``num_replicated``: ranks
+    whose newest Snapshot in memory has its replica. ``compute_s``: by rank, its own computing time in this step,
+    waiting for others left out; 0 where it was not measured.
+    """
 
     order: BoundOrder
     loss: float
@@ -34,17 +50,25 @@ class StepTotals:
     step_s: float
     mean_step: float
     leaf_digests: tuple[int, ...]
+    memory_step: int = 0
+    memory_stall_s: float = 0.0
+    num_replicated: int = 0
+    compute_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepVectorLayout:
-    """Where each word stands for a batch of ``num_leaves`` leaves."""
+    """Where each word stands for a batch of ``num_leaves`` leaves and a World of ``world_size`` ranks."""
 
     num_leaves: int
+    world_size: int
 
     @property
     def size(self) -> int:
-        return _LOSSES + 2 * self.num_leaves
+        return _LOSSES + 2 * self.num_leaves + self.world_size
+
+    def compute_slot(self, rank: int) -> int:
+        return _LOSSES + 2 * self.num_leaves + rank
 
     @property
     def grad_norm_slot(self) -> int:
@@ -56,25 +80,47 @@ class StepVectorLayout:
     def digest_slot(self, leaf_index: int) -> int:
         return _LOSSES + self.num_leaves + self._checked(leaf_index)
 
-    def rank_part(self, *, step: int, digests: Mapping[int, int]) -> list[float]:
-        """What every rank adds without asking its device: the step, and the digests of its own leaves by index."""
+    def rank_part(
+        self,
+        *,
+        step: int,
+        digests: Mapping[int, int],
+        rank: int = 0,
+        compute_s: float = 0.0,
+        is_replicated: bool = False,
+    ) -> list[float]:
+        """What every rank adds without asking its device: the step, the digests of its own leaves by index, how long
+        it computed, and whether its newest Snapshot in memory has its replica."""
         words = [0.0] * self.size
         words[_STEP_WORD] = float(step)
+        words[_NUM_REPLICATED] = float(is_replicated)
+        words[self.compute_slot(rank)] = compute_s
         for leaf_index, digest in digests.items():
             words[self.digest_slot(leaf_index)] = float(digest)
         return words
 
-    def add_rank0_part(self, words: list[float], *, order: BoundOrder | None, lr: float, step_s: float) -> None:
+    def add_rank0_part(
+        self,
+        words: list[float],
+        *,
+        order: BoundOrder | None,
+        lr: float,
+        step_s: float,
+        memory_step: int = 0,
+        memory_stall_s: float = 0.0,
+    ) -> None:
         """What rank 0 alone adds. The gradient norm lies on its device and goes straight into its slot."""
+        words[_MEMORY_STEP], words[_MEMORY_STALL_S] = float(memory_step), memory_stall_s
         bound = _NO_ORDER if order is None else order
         words[_ORDER_NUMBER], words[_ORDER_KIND], words[_ORDER_STEP] = bound.number, int(bound.kind), bound.step
         words[_LR], words[_STEP_S] = lr, step_s
 
-    def read(self, words: Sequence[float], *, world_size: int) -> StepTotals:
+    def read(self, words: Sequence[float]) -> StepTotals:
         """Take the sum over all ranks apart."""
         if len(words) != self.size:
             raise ValueError(f"a step vector of {len(words)} words; {self.num_leaves} leaves need {self.size}")
         losses = words[_LOSSES : _LOSSES + self.num_leaves]
+        digests_end = _LOSSES + 2 * self.num_leaves
         return StepTotals(
             order=BoundOrder(
                 number=int(words[_ORDER_NUMBER]), kind=OrderKind(int(words[_ORDER_KIND])), step=int(words[_ORDER_STEP])
@@ -83,8 +129,12 @@ class StepVectorLayout:
             grad_norm=words[_GRAD_NORM],
             lr=words[_LR],
             step_s=words[_STEP_S],
-            mean_step=words[_STEP_WORD] / world_size,
-            leaf_digests=tuple(int(word) for word in words[_LOSSES + self.num_leaves :]),
+            mean_step=words[_STEP_WORD] / self.world_size,
+            leaf_digests=tuple(int(word) for word in words[_LOSSES + self.num_leaves : digests_end]),
+            memory_step=int(words[_MEMORY_STEP]),
+            memory_stall_s=words[_MEMORY_STALL_S],
+            num_replicated=int(words[_NUM_REPLICATED]),
+            compute_s=tuple(words[digests_end:]),
         )
 
     def _checked(self, leaf_index: int) -> int:

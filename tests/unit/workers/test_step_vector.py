@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -16,19 +17,25 @@ MAX_DIGEST = (1 << 48) - 1
 
 def summed_over(world_size: int, losses: list[float], digests: list[int]) -> StepTotals:
     """What an all-reduce of every rank's part gives."""
-    layout = StepVectorLayout(num_leaves=NUM_LEAVES)
+    layout = StepVectorLayout(num_leaves=NUM_LEAVES, world_size=world_size)
     total = [0.0] * layout.size
     for rank in range(world_size):
         own = range(rank, NUM_LEAVES, world_size)
-        words = layout.rank_part(step=12, digests={leaf: digests[leaf] for leaf in own})
+        words = layout.rank_part(
+            step=12,
+            digests={leaf: digests[leaf] for leaf in own},
+            rank=rank,
+            compute_s=rank + 0.5,
+            is_replicated=rank != 1,
+        )
         for leaf in own:
             words[layout.loss_slot(leaf)] = losses[leaf]
         if rank == 0:
             order = BoundOrder(number=3, kind=OrderKind.LEAVE, step=14)
-            layout.add_rank0_part(words, order=order, lr=1e-3 / 3, step_s=0.25)
+            layout.add_rank0_part(words, order=order, lr=1e-3 / 3, step_s=0.25, memory_step=13, memory_stall_s=0.5)
             words[layout.grad_norm_slot] = 1.75
         total = [a + b for a, b in zip(total, words, strict=True)]
-    return layout.read(total, world_size=world_size)
+    return layout.read(total)
 
 
 def test_the_sum_says_the_same_bits_at_any_world_size() -> None:
@@ -39,8 +46,13 @@ def test_the_sum_says_the_same_bits_at_any_world_size() -> None:
     assert alone.leaf_digests == tuple(digests)
     assert (alone.lr, alone.step_s, alone.grad_norm, alone.mean_step) == (1e-3 / 3, 0.25, 1.75, 12)
     assert alone.order == BoundOrder(number=3, kind=OrderKind.LEAVE, step=14)
+    assert (alone.memory_step, alone.memory_stall_s) == (13, 0.5)
     for world_size in (2, 3, 4, 9):
-        assert summed_over(world_size, losses, digests) == alone
+        totals = summed_over(world_size, losses, digests)
+        assert totals.compute_s == tuple(rank + 0.5 for rank in range(world_size))
+        assert totals.num_replicated == world_size - 1
+        same = replace(totals, compute_s=alone.compute_s, num_replicated=alone.num_replicated)
+        assert same == alone
 
 
 def test_a_loss_that_is_not_finite_stays_visible() -> None:
@@ -49,15 +61,15 @@ def test_a_loss_that_is_not_finite_stays_visible() -> None:
 
 
 def test_ranks_at_different_steps_give_themselves_away() -> None:
-    layout = StepVectorLayout(num_leaves=1)
+    layout = StepVectorLayout(num_leaves=1, world_size=2)
     parts = [layout.rank_part(step=step, digests={}) for step in (5, 6)]
     total = [a + b for a, b in zip(*parts, strict=True)]
-    assert layout.read(total, world_size=2).mean_step == 5.5
+    assert layout.read(total).mean_step == 5.5
 
 
 @pytest.mark.parametrize("index", [-1, NUM_LEAVES])
 def test_a_leaf_outside_the_batch_is_refused(index: int) -> None:
-    layout = StepVectorLayout(num_leaves=NUM_LEAVES)
+    layout = StepVectorLayout(num_leaves=NUM_LEAVES, world_size=2)
     with pytest.raises(ValueError, match="leaf"):
         layout.loss_slot(index)
     with pytest.raises(ValueError, match="leaf"):
@@ -66,7 +78,7 @@ def test_a_leaf_outside_the_batch_is_refused(index: int) -> None:
 
 def test_a_vector_of_another_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="7 leaves need"):
-        StepVectorLayout(num_leaves=NUM_LEAVES).read([0.0] * 5, world_size=1)
+        StepVectorLayout(num_leaves=NUM_LEAVES, world_size=1).read([0.0] * 5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
