@@ -105,6 +105,9 @@ class LevelRule(BaseModel):
     pattern: str = Field(min_length=1, description="shell pattern over the stored name, e.g. optim.*.exp_avg")
     level: Literal["L1", "L2", "L3", "L4"] | None = Field(None, description="null: as the built-in table says")
     fidelity: Fidelity | None = Field(None, description="null: as checkpoint.fidelity and the Level say")
+    tier: Literal["object-storage", "memory"] | None = Field(
+        None, description="how far it goes; memory: kept in the memory Tier alone, in no Checkpoint; null: all the way"
+    )
 
     @model_validator(mode="after")
     def _keeps_the_core(self) -> Self:
@@ -118,22 +121,29 @@ class LevelRule(BaseModel):
         """Whether what matches is not stored."""
         return self.fidelity == "omit" or self.level == "L4"
 
+    @property
+    def stays_in_memory(self) -> bool:
+        """Whether what matches is in Snapshots in memory, but in no Checkpoint."""
+        return self.tier == "memory"
+
     def _problem(self) -> str | None:
         """Why no Run may have this rule. Weights, buffers, trackers, random state and step counters stay L1."""
-        if self.level in (None, "L1") and self.fidelity in (None, "lossless"):
+        if self.level in (None, "L1") and self.fidelity in (None, "lossless") and self.tier != "memory":
             return None
         # With a literal end, no name outside the optimizer's state and no other entry of it can match.
         start, _, key = self.pattern.rpartition(".")
         if not start.startswith(_OPTIMIZER) or any(sign in key for sign in "*?[]"):
             return (
-                "a rule that lowers a Level, rounds or omits must be optim.<pattern>.<entry> with the entry spelled "
-                "out, e.g. optim.*.exp_avg: everything else is L1 and kept exactly"
+                "a rule that lowers a Level or Tier, rounds or omits must be optim.<pattern>.<entry> with the entry "
+                "spelled out, e.g. optim.*.exp_avg: everything else is L1 and kept exactly"
             )
         if key == "step":
             return "step counters are L1 and kept exactly"
         if self.fidelity == "bounded" and (key not in _MOMENTS or self.level not in (None, "L2")):
             return f"bounded is for {' and '.join(_MOMENTS)} at L2 alone"
-        if self.is_omission and key in _NEVER_OMITTED:
+        if self.stays_in_memory and (self.is_omission or self.level == "L1"):
+            return "tier memory is for what is stored at L2 or L3: L1 goes all the way, L4 nowhere"
+        if (self.is_omission or self.stays_in_memory) and key in _NEVER_OMITTED:
             return f"{key} cannot be left out: the step after a resume would not be the Run's; use bounded instead"
         if self.is_omission and (self.level not in (None, "L4") or self.fidelity not in (None, "omit")):
             return "omit and L4 mean the same, not stored; leave the other one null"

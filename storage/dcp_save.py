@@ -183,7 +183,7 @@ class RaysumeWriter(StorageWriter):
         levels = LevelTable.of(self._config)
         items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO and item.index.fqn not in aliases]
         staged = [(item, staged_chunk(item, self._where, levels)) for item in items]
-        staged = [pair for pair in staged if levels.treatment(pair[1].name, pair[1].dtype).fidelity != "omit"]
+        staged = [pair for pair in staged if levels.treatment(pair[1].name, pair[1].dtype).is_in_checkpoints]
         store = self._lineage.store
         key = shard_key(ticket.key, ticket.rank)
         with ThreadPoolExecutor(min(_MAX_ENCODERS, os.cpu_count() or 1), thread_name_prefix="shard-encode") as pool:

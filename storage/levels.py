@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from storage.config import CheckpointConfig, Fidelity, LevelRule
-from storage.manifest import Level
+from storage.manifest import Level, Tier
 
 __all__ = ["LevelTable", "Treatment", "level_of"]
 
@@ -24,10 +24,15 @@ _ROUNDED: Final = "float32"
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """How one tensor is kept. ``omit``: it is not stored at all."""
+    """How one tensor is kept. ``omit``: it is not stored at all. ``tier``: the farthest one it is carried to."""
 
     level: Level
     fidelity: Fidelity
+    tier: Tier = "object-storage"
+
+    @property
+    def is_in_checkpoints(self) -> bool:
+        return self.fidelity != "omit" and self.tier == "object-storage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +84,15 @@ class LevelTable:
         if rule is not None and rule.is_omission:
             return Treatment("L4", "omit")
         level = row.level if rule is None or rule.level is None else rule.level
+        if rule is not None and rule.stays_in_memory and rule.level is None:
+            level = "L3"
         asked = None if rule is None else rule.fidelity
         if asked is None:
             asked = self.fidelity if row.bounded and level == "L2" else "lossless"
         if asked == "bounded" and dtype != _ROUNDED:
             asked = "lossless"
-        return Treatment(level, asked)
+        tier: Tier = "peer-memory" if rule is not None and rule.stays_in_memory else "object-storage"
+        return Treatment(level, asked, tier)
 
 
 _BUILT_IN: Final = LevelTable()

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from storage.codec import digest128
 from storage.config import CheckpointConfig
@@ -16,6 +17,7 @@ from storage.errors import ObjectMissing, StorageError, StoreUnavailable
 from storage.frames import TRAILER_BYTES, RawChunk, ShardSink, write_shard
 from storage.keeper_protocol import SealedSnapshot
 from storage.keys import StepKey, shard_key
+from storage.levels import LevelTable
 from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardIndex, ShardRecord, TensorLayout
 from storage.object_store import ObjectStore
 from storage.retry_tally import RetryTally
@@ -61,6 +63,9 @@ def write_snapshot(
     started_at_s = clock()
     header = read_header(buffer)
     _check_against_seal(snapshot, header, header_digest(buffer))
+    levels = LevelTable.of(config)
+    carried = (c for c in header.chunks if levels.treatment(c.name, c.dtype).is_in_checkpoints)
+    header = replace(header, chunks=tuple(carried))
     summary = write_shard(
         [_raw(chunk, buffer) for chunk in header.chunks if math.prod(chunk.sizes)],
         sink,

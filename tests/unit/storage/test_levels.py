@@ -84,6 +84,10 @@ def test_a_rule_that_could_lower_the_core_is_refused_by_name(pattern: str, lower
     ("rule", "reason"),
     [
         ({"pattern": "optim.*.exp_avg_sq", "fidelity": "omit"}, "cannot be left out"),
+        ({"pattern": "optim.*.exp_avg_sq", "tier": "memory"}, "cannot be left out"),
+        ({"pattern": "model.*", "tier": "memory"}, "spelled out"),
+        ({"pattern": "optim.*.trace", "tier": "memory", "level": "L1"}, "goes all the way"),
+        ({"pattern": "optim.*.trace", "tier": "memory", "fidelity": "omit"}, "L4 nowhere"),
         ({"pattern": "optim.*.momentum_buffer", "level": "L4"}, "cannot be left out"),
         ({"pattern": "optim.*.momentum_buffer", "fidelity": "bounded"}, "bounded is for exp_avg and exp_avg_sq"),
         ({"pattern": "optim.*.exp_avg", "fidelity": "bounded", "level": "L1"}, "at L2 alone"),
@@ -110,3 +114,11 @@ def test_no_rule_that_is_accepted_lowers_the_core(pattern: str, lowering: dict[s
         for dtype in ("float32", "int64"):
             assert own.treatment(name, dtype) == Treatment("L1", "lossless")
     assert own.treatment(M, "float32").fidelity != "omit"
+
+
+def test_what_a_rule_keeps_in_memory_is_of_level_3_and_in_no_checkpoint() -> None:
+    own = table("lossless", {"pattern": "optim.*.trace", "tier": "memory"})
+    kept = own.treatment("optim.head.trace", "float32")
+    assert (kept.level, kept.tier, kept.is_in_checkpoints) == ("L3", "peer-memory", False)
+    assert own.treatment(M, "float32").is_in_checkpoints
+    assert own.treatment("optim.head.trace", "int64").is_in_checkpoints
