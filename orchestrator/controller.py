@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
+from orchestrator.aftermath import Aftermath
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Finished, Left
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
-from orchestrator.decisions import Regroup, Stop, Wait
+from orchestrator.decisions import Stop
 from orchestrator.exit_codes import ExitCode
-from orchestrator.failure_policy import Counters, FaultKind, decide_after_fault, is_outage
+from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.recorder import Recorder
 from orchestrator.resume import Resume
-from orchestrator.scaling_policy import WorkerView, choose_members, wait_reason, workers_that_fit
+from orchestrator.scaling_policy import WorkerView
 from orchestrator.states import State, checked_move
 from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
 from orchestrator.worker_group import WorkerGroup
-from storage.errors import LeaseHeld, StorageError, StoreUnavailable
+from storage.errors import StorageError, StoreUnavailable
 from storage.keys import Attempt
 from storage.sources import RestorePlan
 from workers.contract import AttemptSpec, Member, World
@@ -39,7 +37,6 @@ __all__ = ["Controller", "RunEnd"]
 _log = logging.getLogger(__name__)
 IN_FLIGHT_SAVE_S = 3.0  # how long a save that can still become whole is waited for before a restore is planned
 AFTER_OUTAGE_S = 45.0  # the same, where a Keeper tries again every half minute
-LAST_WORD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,6 @@ class Controller:
         self._config = config
         self._nonce = nonce
         self._group = group
-        self._watcher = watcher
         self._coordinator = coordinator
         self._journal = journal
         self._recorder = recorder
@@ -83,14 +79,29 @@ class Controller:
         self._lease_lost = lease_lost
         self._next_number = first_attempt_number
         self._state = State.GATHERING
-        self._counters: Counters = journal.counters()
-        self._dead_nodes: set[str] = set()
-        self._store = StoreWaits(
+        self._gathering = Gathering(
+            config=config,
+            group=group,
+            watcher=watcher,
+            recorder=recorder,
+            take_signals=lambda: self._store.take_signals(),
+            asked_to_stop=self._asked_to_stop,
+        )
+        self._store: StoreWaits = StoreWaits(
             coordinator=coordinator,
             recorder=recorder,
             config=config.checkpoint,
-            tick=self._tick,
+            tick=self._gathering.tick,
             asked_to_stop=self._asked_to_stop,
+        )
+        self._aftermath = Aftermath(
+            config=config,
+            group=group,
+            gathering=self._gathering,
+            coordinator=coordinator,
+            journal=journal,
+            recorder=recorder,
+            store=self._store,
         )
 
     def run(self) -> RunEnd:
@@ -99,7 +110,8 @@ class Controller:
         is_first = True
         end: AttemptEnd | None = None
         while True:
-            members = self._gather(wait_for_more=is_first)
+            self._move(State.GATHERING)
+            members = self._gathering.members(wait_for_more=is_first)
             if isinstance(members, Stop):
                 return self._end(members)
             is_first = False
@@ -107,86 +119,13 @@ class Controller:
             if isinstance(ended, Stop):
                 return self._end(ended)
             end = ended
-            decision = self._after(end)
+            if isinstance(end, Finished):
+                self._move(State.SAVING)
+            decision = self._aftermath.after(end, self._resume.url)
             if isinstance(decision, Stop):
                 digest = end.weights_digest if isinstance(end, Finished) else None
                 return self._end(decision, digest)
             cause = decision.cause
-
-    # -- gathering --------------------------------------------------------------------------------------------------
-
-    def _gather(self, *, wait_for_more: bool) -> tuple[WorkerView, ...] | Stop:
-        """Ready workers for a World; waits below the minimum, at the first start also a grace for the maximum."""
-        self._move(State.GATHERING)
-        world = self._config.world
-        began = time.monotonic()
-        said: Wait | None = None
-        while True:
-            self._tick()
-            stop = self._asked_to_stop() or self._refused_to_start()
-            if stop is not None:
-                return stop
-            views = self._group.views(self._draining())
-            members = choose_members(views, world)
-            waited = time.monotonic() - began
-            if len(members) >= world.min_workers:
-                is_full = len(members) >= world.max_workers
-                settled = not self._group.is_someone_starting and waited >= world.start_grace_s
-                if is_full or settled or not wait_for_more:
-                    return members
-            else:
-                num_starting = sum(1 for view in views if not view.is_ready)
-                wait = wait_reason(len(members), num_starting, world)
-                said = self._say_waiting(wait, said, waited)
-                if waited > world.max_wait_s:
-                    text = f"waited {waited:.0f} s (world.max_wait_s) for {wait.missing}"
-                    return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
-            time.sleep(min(0.1, self._config.failure.poll_s))
-
-    def _refused_to_start(self) -> Stop | None:
-        """Waiting for more workers is in vain when the code of each of them raises before it is warm."""
-        refusal = self._group.refusal()
-        if refusal is None:
-            return None
-        text = f"no worker can start; worker {refusal.worker_id} on node {refusal.node_id[:12]}: {refusal.reason}"
-        return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=text)
-
-    def _say_waiting(self, wait: Wait, said: Wait | None, waited_s: float) -> Wait | None:
-        """Say what is waited for, once for each change; workers that are just starting get their grace first."""
-        is_overdue = not self._group.is_someone_starting or waited_s > self._config.world.start_grace_s
-        if wait == said or not is_overdue:
-            return said
-        self._recorder.emit("waiting", have=wait.have, need=wait.need, missing=wait.missing)
-        return wait
-
-    def _tick(self) -> None:
-        """Bring the books up to date: signals, dead nodes, new nodes, workers that became ready or failed to start."""
-        self._store.take_signals()
-        view = self._watcher.view()
-        living = view.living()
-        for node_id in self._group.known_nodes():
-            if node_id not in living or node_id in self._dead_nodes:
-                self._group.forget_node(node_id)
-        for node_id, node in living.items():
-            is_new = node_id not in self._group.known_nodes() and node_id not in self._dead_nodes
-            count = workers_that_fit(node.resources, self._config.world)
-            if is_new and count and node.drain_deadline_at_s is None:
-                self._group.admit(node_id, min(count, self._config.world.max_workers))
-        before = {view.worker_id for view in self._group.views(frozenset()) if view.is_ready}
-        for lost in self._group.reconcile(self._config.world.max_workers, self._draining()):
-            _log.warning("worker %s on node %s did not start: %s", lost.worker_id, lost.node_id[:12], lost.reason)
-        for worker in self._group.views(frozenset()):
-            if worker.is_ready and worker.worker_id not in before:
-                facts = self._group.worker(worker.worker_id).facts
-                pid = None if facts is None else facts.pid
-                self._recorder.emit("worker_ready", worker=worker.worker_id, node_id=worker.node_id, pid=pid)
-        for worker_id, seconds in self._group.starting_for_s().items():
-            if seconds > self._config.failure.starting_s:
-                _log.warning("worker %s did not start within failure.starting_s; it is replaced", worker_id)
-                self._group.remove_worker(worker_id)
-
-    def _draining(self) -> frozenset[str]:
-        return self._watcher.view().draining()
 
     def _asked_to_stop(self) -> Stop | None:
         if self._lease_lost.is_set():
@@ -227,9 +166,9 @@ class Controller:
             coordinator=self._coordinator,
             config=self._config,
             recorder=self._recorder,
-            tick=self._tick,
-            draining=self._draining,
-            living=lambda: frozenset(self._watcher.view().living()) - self._dead_nodes,
+            tick=self._gathering.tick,
+            draining=self._gathering.draining,
+            living=self._gathering.living,
             asked_to_stop=self._asked_to_stop,
             is_store_away=lambda: self._store.is_away,
             move=self._move,
@@ -263,7 +202,7 @@ class Controller:
         lost_steps = self._recorder.lost_steps(restored_step)
         detected_s = self._recorder.since_start_s(before.detected_at_s) if isinstance(before, Broken | Left) else None
         # Before any rank loads: a number that is not in the Journal could be another driver's too.
-        stop = self._write_journal(
+        stop = self._aftermath.write_journal(
             "attempt",
             number=world.attempt.number,
             nonce=world.attempt.nonce,
@@ -292,13 +231,6 @@ class Controller:
         self._recorder.forget_beyond(restored_step)
         return restored_step
 
-    def _write_journal(self, kind: str, **values: Any) -> Stop | None:
-        write = partial(self._journal.append_counters, kind, self._counters, **values)
-        try:
-            return self._store.call(StoreUser.JOURNAL, write)
-        except LeaseHeld as error:
-            return Stop(exit_code=ExitCode.REFUSED, reason=str(error))
-
     def _specs(self, world: World, plan: RestorePlan | None) -> dict[str, AttemptSpec]:
         host, port = self._rendezvous()
         return {
@@ -315,82 +247,10 @@ class Controller:
             for member in world.members
         }
 
-    # -- after an attempt -------------------------------------------------------------------------------------------
-
-    def _after(self, end: AttemptEnd) -> Regroup | Stop:
-        match end:
-            case Finished():
-                return self._await_final_commit()
-            case Left(stop=Stop() as stop):
-                return self._store.last_try(end.step, self._config.checkpoint.leave_timeout_s, stop)
-            case Left():
-                return self._after_leaving(end)
-            case Broken():
-                return self._after_fault(end)
-
-    def _await_final_commit(self) -> Stop:
-        self._move(State.SAVING)
-        total = self._config.run.steps
-        stop = self._store.wait_settled(total, self._config.checkpoint.final_timeout_s)
-        self._store.take_signals()
-        if self._coordinator.has_committed(total):
-            return Stop(exit_code=ExitCode.SUCCESS, reason=f"finished step {total}")
-        if stop is not None:
-            return stop
-        reason = f"step {total} was trained but its final save was not committed; see the save_failed events"
-        return Stop(exit_code=ExitCode.FINAL_SAVE_FAILED, reason=reason)
-
-    def _after_leaving(self, end: Left) -> Regroup | Stop:
-        if end.cause == FaultKind.PREEMPTION.value:
-            self._counters = replace(self._counters, preemptions=self._counters.preemptions + 1)
-            limit = self._config.failure.max_preemptions
-            if 0 <= limit < self._counters.preemptions:
-                reason = f"{self._counters.preemptions} preemptions, failure.max_preemptions is {limit}"
-                return Stop(exit_code=ExitCode.PREEMPTED, reason=reason)
-        return Regroup(cause=end.cause, reason=end.reason)
-
-    def _after_fault(self, end: Broken) -> Regroup | Stop:
-        for node_id in end.facts.lost_nodes:
-            self._dead_nodes.add(node_id)
-            self._group.forget_node(node_id)
-        for worker_id in end.facts.lost_workers:
-            self._group.remove_worker(worker_id)
-        root = end.fault.root
-        if root is not None and root.corrupt_step is not None:
-            bad, key, why = root.corrupt_step, root.corrupt_key or "-", root.message
-            url = self._resume.url if self._recorder.num_commits == 0 else None
-            try:
-                stop = self._store.call(StoreUser.PLAN, lambda: self._coordinator.quarantine(bad, key, why, url))
-            except StorageError as error:
-                reason = f"{end.fault.detail}; taking it out of use failed: {error}"
-                return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=reason)
-            if stop is not None:
-                return stop
-        decision, self._counters = decide_after_fault(
-            end.fault,
-            self._counters,
-            self._config.failure,
-            steps_finished=self._recorder.steps_this_attempt,
-            steps_kept=self._recorder.commits_this_attempt,
-        )
-        kind = type(decision).__name__.lower()
-        stop = self._write_journal("decision", decision=kind, reason=decision.reason)
-        if stop is not None:
-            return stop
-        self._recorder.emit("decision", decision=kind, reason=decision.reason)
-        if is_outage(end.fault) and isinstance(decision, Regroup):
-            return self._store.loading_failed(end.fault.detail) or decision
-        return decision
-
     def _end(self, stop: Stop, weights_digest: str | None = None) -> RunEnd:
         self._store.take_signals()
         self._move(State.ENDED)
-        if stop.exit_code is not ExitCode.REFUSED:
-            end = {"exit_code": int(stop.exit_code), "reason": stop.reason}
-            try:
-                self._journal.append_counters("end", self._counters, deadline_s=LAST_WORD_S, **end)
-            except StorageError as error:
-                _log.warning("the end of this driver is not in the Journal: %s", error)
+        self._aftermath.write_end(stop)
         return RunEnd(exit_code=stop.exit_code, reason=stop.reason, weights_digest=weights_digest)
 
     def _move(self, following: State) -> None:

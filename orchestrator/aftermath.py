@@ -1,0 +1,141 @@
+"""Aftermath: what follows from the way an Attempt ended, carried out up to the Decision to regroup or to stop.
+
+The policies judge; here their verdicts are written to the Journal, budgets are charged and lost members let go.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from orchestrator.attempt_run import AttemptEnd, Broken, Finished, Left
+from orchestrator.config import RunConfig
+from orchestrator.coordinator_client import CoordinatorClient
+from orchestrator.decisions import Regroup, Stop
+from orchestrator.exit_codes import ExitCode
+from orchestrator.failure_policy import Counters, FaultKind, decide_after_fault, is_outage
+from orchestrator.gathering import Gathering
+from orchestrator.journal import Journal
+from orchestrator.recorder import Recorder
+from orchestrator.store_waits import StoreWaits
+from orchestrator.store_watch import StoreUser
+from orchestrator.worker_group import WorkerGroup
+from storage.errors import LeaseHeld, StorageError
+
+__all__ = ["Aftermath"]
+
+_log = logging.getLogger(__name__)
+_LAST_WORD_S = 5.0
+
+
+class Aftermath:
+    """One per driver; holds the failure counters and is the Journal's only writer."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        group: WorkerGroup,
+        gathering: Gathering,
+        coordinator: CoordinatorClient,
+        journal: Journal,
+        recorder: Recorder,
+        store: StoreWaits,
+    ) -> None:
+        self._config = config
+        self._group = group
+        self._gathering = gathering
+        self._coordinator = coordinator
+        self._journal = journal
+        self._recorder = recorder
+        self._store = store
+        self._counters: Counters = journal.counters()
+
+    def after(self, end: AttemptEnd, resume_url: str | None) -> Regroup | Stop:
+        """``resume_url``: another Run's, where Checkpoints come from until this Run has one of its own."""
+        match end:
+            case Finished():
+                return self._await_final_commit()
+            case Left(stop=Stop() as stop):
+                return self._store.last_try(end.step, self._config.checkpoint.leave_timeout_s, stop)
+            case Left():
+                return self._after_leaving(end)
+            case Broken():
+                return self._after_fault(end, resume_url)
+
+    def write_journal(self, kind: str, **values: Any) -> Stop | None:
+        """One entry, with the counters; tried again for as long as the store is away."""
+        write = partial(self._journal.append_counters, kind, self._counters, **values)
+        try:
+            return self._store.call(StoreUser.JOURNAL, write)
+        except LeaseHeld as error:
+            return Stop(exit_code=ExitCode.REFUSED, reason=str(error))
+
+    def write_end(self, stop: Stop) -> None:
+        """The driver's last entry, which no store may hold up for long."""
+        if stop.exit_code is ExitCode.REFUSED:
+            return
+        end = {"exit_code": int(stop.exit_code), "reason": stop.reason}
+        try:
+            self._journal.append_counters("end", self._counters, deadline_s=_LAST_WORD_S, **end)
+        except StorageError as error:
+            _log.warning("the end of this driver is not in the Journal: %s", error)
+
+    def _await_final_commit(self) -> Stop:
+        total = self._config.run.steps
+        stop = self._store.wait_settled(total, self._config.checkpoint.final_timeout_s)
+        self._store.take_signals()
+        if self._coordinator.has_committed(total):
+            return Stop(exit_code=ExitCode.SUCCESS, reason=f"finished step {total}")
+        if stop is not None:
+            return stop
+        reason = f"step {total} was trained but its final save was not committed; see the save_failed events"
+        return Stop(exit_code=ExitCode.FINAL_SAVE_FAILED, reason=reason)
+
+    def _after_leaving(self, end: Left) -> Regroup | Stop:
+        if end.cause == FaultKind.PREEMPTION.value:
+            self._counters = replace(self._counters, preemptions=self._counters.preemptions + 1)
+            limit = self._config.failure.max_preemptions
+            if 0 <= limit < self._counters.preemptions:
+                reason = f"{self._counters.preemptions} preemptions, failure.max_preemptions is {limit}"
+                return Stop(exit_code=ExitCode.PREEMPTED, reason=reason)
+        return Regroup(cause=end.cause, reason=end.reason)
+
+    def _after_fault(self, end: Broken, resume_url: str | None) -> Regroup | Stop:
+        for node_id in end.facts.lost_nodes:
+            self._gathering.lose_node(node_id)
+        for worker_id in end.facts.lost_workers:
+            self._group.remove_worker(worker_id)
+        stop = self._quarantine(end, resume_url)
+        if stop is not None:
+            return stop
+        decision, self._counters = decide_after_fault(
+            end.fault,
+            self._counters,
+            self._config.failure,
+            steps_finished=self._recorder.steps_this_attempt,
+            steps_kept=self._recorder.commits_this_attempt,
+        )
+        kind = type(decision).__name__.lower()
+        stop = self.write_journal("decision", decision=kind, reason=decision.reason)
+        if stop is not None:
+            return stop
+        self._recorder.emit("decision", decision=kind, reason=decision.reason)
+        if is_outage(end.fault) and isinstance(decision, Regroup):
+            return self._store.loading_failed(end.fault.detail) or decision
+        return decision
+
+    def _quarantine(self, end: Broken, resume_url: str | None) -> Stop | None:
+        """Take the Checkpoint that a rank could not read, if that was the fault, out of use."""
+        root = end.fault.root
+        if root is None or root.corrupt_step is None:
+            return None
+        bad, key, why = root.corrupt_step, root.corrupt_key or "-", root.message
+        url = resume_url if self._recorder.num_commits == 0 else None
+        try:
+            return self._store.call(StoreUser.PLAN, lambda: self._coordinator.quarantine(bad, key, why, url))
+        except StorageError as error:
+            reason = f"{end.fault.detail}; taking it out of use failed: {error}"
+            return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=reason)

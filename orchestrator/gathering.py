@@ -1,0 +1,125 @@
+"""Gathering: keeps the driver's books of nodes and workers up to date, and waits until a World can be formed of them.
+
+Which workers make a World is scaling_policy's choice; what the World then does is not seen here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from orchestrator.config import RunConfig
+from orchestrator.decisions import Stop, Wait
+from orchestrator.exit_codes import ExitCode
+from orchestrator.node_watcher import NodeWatcher
+from orchestrator.recorder import Recorder
+from orchestrator.scaling_policy import WorkerView, choose_members, wait_reason, workers_that_fit
+from orchestrator.worker_group import WorkerGroup
+
+__all__ = ["Gathering"]
+
+_log = logging.getLogger(__name__)
+
+
+class Gathering:
+    """One per driver. ``take_signals`` and ``asked_to_stop`` are the controller's."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        group: WorkerGroup,
+        watcher: NodeWatcher,
+        recorder: Recorder,
+        take_signals: Callable[[], None],
+        asked_to_stop: Callable[[], Stop | None],
+    ) -> None:
+        self._config = config
+        self._group = group
+        self._watcher = watcher
+        self._recorder = recorder
+        self._take_signals = take_signals
+        self._asked_to_stop = asked_to_stop
+        self._dead_nodes: set[str] = set()
+
+    def members(self, *, wait_for_more: bool) -> tuple[WorkerView, ...] | Stop:
+        """Ready workers for a World; waits below the minimum, at the first start also a grace for the maximum."""
+        world = self._config.world
+        began = time.monotonic()
+        said: Wait | None = None
+        while True:
+            self.tick()
+            stop = self._asked_to_stop() or self._refused_to_start()
+            if stop is not None:
+                return stop
+            views = self._group.views(self.draining())
+            members = choose_members(views, world)
+            waited = time.monotonic() - began
+            if len(members) >= world.min_workers:
+                is_full = len(members) >= world.max_workers
+                settled = not self._group.is_someone_starting and waited >= world.start_grace_s
+                if is_full or settled or not wait_for_more:
+                    return members
+            else:
+                num_starting = sum(1 for view in views if not view.is_ready)
+                wait = wait_reason(len(members), num_starting, world)
+                said = self._say_waiting(wait, said, waited)
+                if waited > world.max_wait_s:
+                    text = f"waited {waited:.0f} s (world.max_wait_s) for {wait.missing}"
+                    return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
+            time.sleep(min(0.1, self._config.failure.poll_s))
+
+    def tick(self) -> None:
+        """Bring the books up to date: signals, dead nodes, new nodes, workers that became ready or failed to start."""
+        self._take_signals()
+        living = self._watcher.view().living()
+        for node_id in self._group.known_nodes():
+            if node_id not in living or node_id in self._dead_nodes:
+                self._group.forget_node(node_id)
+        for node_id, node in living.items():
+            is_new = node_id not in self._group.known_nodes() and node_id not in self._dead_nodes
+            count = workers_that_fit(node.resources, self._config.world)
+            if is_new and count and node.drain_deadline_at_s is None:
+                self._group.admit(node_id, min(count, self._config.world.max_workers))
+        before = {view.worker_id for view in self._group.views(frozenset()) if view.is_ready}
+        for lost in self._group.reconcile(self._config.world.max_workers, self.draining()):
+            _log.warning("worker %s on node %s did not start: %s", lost.worker_id, lost.node_id[:12], lost.reason)
+        for worker in self._group.views(frozenset()):
+            if worker.is_ready and worker.worker_id not in before:
+                facts = self._group.worker(worker.worker_id).facts
+                pid = None if facts is None else facts.pid
+                self._recorder.emit("worker_ready", worker=worker.worker_id, node_id=worker.node_id, pid=pid)
+        for worker_id, seconds in self._group.starting_for_s().items():
+            if seconds > self._config.failure.starting_s:
+                _log.warning("worker %s did not start within failure.starting_s; it is replaced", worker_id)
+                self._group.remove_worker(worker_id)
+
+    def draining(self) -> frozenset[str]:
+        """Nodes with a preemption notice."""
+        return self._watcher.view().draining()
+
+    def living(self) -> frozenset[str]:
+        """Nodes that Ray lists as alive and nobody has found dead."""
+        return frozenset(self._watcher.view().living()) - self._dead_nodes
+
+    def lose_node(self, node_id: str) -> None:
+        """Never use ``node_id`` again, whatever Ray's list says of it."""
+        self._dead_nodes.add(node_id)
+        self._group.forget_node(node_id)
+
+    def _refused_to_start(self) -> Stop | None:
+        """Waiting for more workers is in vain when the code of each of them raises before it is warm."""
+        refusal = self._group.refusal()
+        if refusal is None:
+            return None
+        text = f"no worker can start; worker {refusal.worker_id} on node {refusal.node_id[:12]}: {refusal.reason}"
+        return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=text)
+
+    def _say_waiting(self, wait: Wait, said: Wait | None, waited_s: float) -> Wait | None:
+        """Say what is waited for, once for each change; workers that are just starting get their grace first."""
+        is_overdue = not self._group.is_someone_starting or waited_s > self._config.world.start_grace_s
+        if wait == said or not is_overdue:
+            return said
+        self._recorder.emit("waiting", have=wait.have, need=wait.need, missing=wait.missing)
+        return wait
