@@ -84,6 +84,7 @@ class CauseKind(StrEnum):
     CHECKPOINT_MISMATCH = "checkpoint-mismatch"
     DATA = "data"
     STORAGE = "storage"
+    OUT_OF_MEMORY = "out-of-memory"
     MEMORY = "memory"  # a generation that the plan named could not be read
     ABANDONED = "abandoned"
 

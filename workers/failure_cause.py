@@ -6,9 +6,11 @@ the frames are cleared here. Whether a cause is worth a retry is the failure pol
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 
+import torch
 import torch.distributed as dist
 
 from storage.errors import CorruptCheckpoint, ManifestMismatch, StorageError
@@ -27,6 +29,10 @@ _COLLECTIVE_TEXT = re.compile(
     r"|Timed out waiting \d+ms for (send|recv)|Application timeout caused pair closure|default process group",
     re.IGNORECASE,
 )
+# torch's CPU allocator, CUDA below torch's own allocator, and C++ in general raise bare RuntimeError.
+_OUT_OF_MEMORY_TEXT = re.compile(
+    r"can't allocate memory|cannot allocate memory|out of memory|bad_alloc|can't start new thread", re.IGNORECASE
+)
 
 
 def classify(error: BaseException) -> CauseKind:
@@ -41,6 +47,8 @@ def classify(error: BaseException) -> CauseKind:
         return CauseKind.STORAGE
     if isinstance(error, DataError):
         return CauseKind.DATA
+    if _is_out_of_memory(error):
+        return CauseKind.OUT_OF_MEMORY
     if isinstance(error, _COLLECTIVE_TYPES) or _is_untyped_collective_error(error):
         return CauseKind.COLLECTIVE
     return CauseKind.USER
@@ -66,6 +74,15 @@ def cause_of(error: BaseException, *, rank: int, step: int, loaded: StepKey | No
 
 def _is_untyped_collective_error(error: BaseException) -> bool:
     return type(error) in (RuntimeError, ValueError, AssertionError) and bool(_COLLECTIVE_TEXT.search(str(error)))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """A thread that cannot be started counts too: its stack could not be had."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY_TEXT.search(str(error)))
 
 
 def _clear_frames(error: BaseException) -> None:

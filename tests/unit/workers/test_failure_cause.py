@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import pickle
 import weakref
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -42,7 +44,13 @@ LOADED = StepKey(step=40, attempt=Attempt(number=2, nonce="0123abcd"))
         (LoopMisused("twice"), "USER"),
         (SystemExit(3), "USER"),
         (KeyboardInterrupt(), "USER"),
-        (MemoryError(), "USER"),
+        (MemoryError(), "OUT_OF_MEMORY"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "OUT_OF_MEMORY"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), "OUT_OF_MEMORY"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "OUT_OF_MEMORY"),
+        (RuntimeError("can't start new thread"), "OUT_OF_MEMORY"),
+        (OSError(errno.ENOSPC, "No space left on device"), "USER"),
+        (ValueError("a text about being out of memory"), "USER"),
     ],
 )
 def test_each_error_has_its_kind(error: BaseException, kind: str) -> None:
