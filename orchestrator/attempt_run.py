@@ -30,6 +30,8 @@ from workers.contract import AttemptSpec, Heartbeat, Outcome, OutcomeKind, Phase
 __all__ = ["AttemptEnd", "AttemptRun", "Broken", "Finished", "Left"]
 
 _log = logging.getLogger(__name__)
+# Ray reports an actor that its memory monitor killed by an error that is not one of an actor.
+_GONE = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 _BUSY_PHASES = frozenset({Phase.STARTING, Phase.IDLE, Phase.FORMING, Phase.LOADING})
 
 
@@ -142,7 +144,7 @@ class AttemptRun:
             worker_id = self._refs.pop(ref)
             try:
                 outcome: Outcome | None = ray.get(ref)
-            except ray.exceptions.RayActorError as error:
+            except _GONE as error:
                 self._gone[worker_id] = type(error).__name__
                 continue
             if outcome is None:
@@ -207,7 +209,7 @@ class AttemptRun:
         ref, vitals.ref, vitals.answered_at = vitals.ref, None, now
         try:
             vitals.beat = ray.get(ref)
-        except ray.exceptions.RayActorError as error:
+        except _GONE as error:
             self._gone.setdefault(worker_id, type(error).__name__)
 
     def _note_restored(self) -> None:
@@ -288,14 +290,17 @@ class AttemptRun:
             settle_s=self._config.failure.settle_s,
         )
         self._drain_outcomes(reckoning)
+        self._tick()  # what was reported last tells how far the World had come
         facts = AttemptFacts(
             outcomes=tuple(self._outcomes.values()),
             lost_workers=reckoning.lost_workers,
             lost_nodes=reckoning.lost_nodes,
             hung_workers=tuple(hang.worker_id for hang in self._hangs),
+            starved_workers=tuple(w for w, e in self._gone.items() if e == ray.exceptions.OutOfMemoryError.__name__),
             draining_nodes=self._draining(),
+            reached_step=self._reached_step(),
+            step_s=self._recorder.newest_step_s,
         )
-        self._tick()
         fault = classify(facts)
         self._recorder.emit(
             "fault",
@@ -309,6 +314,13 @@ class AttemptRun:
         _log.warning("fault: %s: %s", fault.kind.value, fault.detail)
         return Broken(fault=fault, facts=facts, detected_at_s=detected_at_s)
 
+    def _reached_step(self) -> int | None:
+        """The last finished step that anyone told of, None before the World had begun to train."""
+        if not self._is_formed:
+            return None
+        beats = [v.beat for v in self._vitals.values() if v.beat is not None and v.beat.attempt == self._world.attempt]
+        return max([self._recorder.newest_step_this_attempt, *(beat.step for beat in beats)])
+
     def _drain_outcomes(self, reckoning: Reckoning) -> None:
         """Survivors were freed, so their outcomes are at hand; the lost ones will never come."""
         wanted = {ref: w for ref, w in self._refs.items() if w in reckoning.survivors}
@@ -316,7 +328,7 @@ class AttemptRun:
         for ref in ready:
             try:
                 outcome = ray.get(ref)
-            except ray.exceptions.RayActorError as error:
+            except _GONE as error:
                 self._gone[wanted[ref]] = type(error).__name__
                 continue
             if outcome is not None:

@@ -60,6 +60,13 @@ class FailureConfig(_Settings):
     compiling_s: float = Field(600.0, gt=0, description="limit: first step of an Attempt")
     training_s: float = Field(60.0, gt=0, description="limit: one step")
     evaluating_s: float = Field(600.0, gt=0)
+    max_node_failures: int | None = Field(
+        3, ge=1, description="worker failures on one node within node_failures_window_s that block it; null: never"
+    )
+    node_failures_window_s: float = Field(3600.0, gt=0)
+    max_same_step_failures: int | None = Field(
+        3, ge=2, description="stop once workers were lost, or hung, at the same step this often; null: never"
+    )
     checkpointing_s: float = Field(600.0, gt=0)
     leaving_s: float = Field(120.0, gt=0)
     silent_s: float = Field(15.0, gt=0, description="limit: no answer to a heartbeat call at all")

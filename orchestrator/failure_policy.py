@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from orchestrator.config import FailureConfig
+from orchestrator.crash_loop import Failure, Repeat, count_again, forget_passed, step_doubt
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
 from storage.errors import StoreUnavailable
@@ -28,6 +29,8 @@ __all__ = [
 
 MAX_CORRUPT_ATTEMPTS = 64
 MAX_FRUITLESS_ATTEMPTS = 8  # attempts in a row that finish no step: something is broken that a regroup cannot mend
+_MAX_SAME_USER_ERRORS = 2
+_MAX_SAME_STARVATIONS = 2
 
 
 class FaultKind(StrEnum):
@@ -38,30 +41,43 @@ class FaultKind(StrEnum):
     HANG = "hang"
     PREEMPTION = "preemption"
     COLLECTIVE = "collective-error"
+    OUT_OF_MEMORY = "out-of-memory"
     USER_ERROR = "user-error"
     CORRUPT_CHECKPOINT = "corrupt-checkpoint"
     MISMATCH = "checkpoint-mismatch"
     STORAGE = "storage-error"
 
 
+_LOOPING = frozenset({FaultKind.WORKER_LOST, FaultKind.HANG, FaultKind.COLLECTIVE})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFacts:
-    """All that is known when an Attempt broke. ``draining_nodes`` had a preemption notice."""
+    """All that is known when an Attempt broke. ``draining_nodes`` had a preemption notice; ``starved_workers`` are
+    those of the lost that were killed because their node ran out of memory."""
 
     outcomes: tuple[Outcome, ...] = ()
     lost_workers: tuple[str, ...] = ()
     lost_nodes: tuple[str, ...] = ()
     hung_workers: tuple[str, ...] = ()
+    starved_workers: tuple[str, ...] = ()
     draining_nodes: frozenset[str] = frozenset()
+    reached_step: int | None = None
+    step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """The classified failure: its kind, a line for people, and the root cause of the training code if it was one."""
+    """The classified failure: its kind, a line for people, and the root cause of the training code if it was one.
+
+    ``step``: the one it happened in, give or take ``step_doubt``; None where no step was under way.
+    """
 
     kind: FaultKind
     detail: str
     root: FailureCause | None = None
+    step: int | None = None
+    step_doubt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +89,7 @@ class Counters:
     preemptions: int = 0
     storage_errors: int = 0
     fruitless: int = 0
-    last_user_error: str | None = field(default=None)
+    repeats: tuple[Repeat, ...] = ()
 
 
 def _root_cause(outcomes: Sequence[Outcome]) -> FailureCause | None:
@@ -82,6 +98,7 @@ def _root_cause(outcomes: Sequence[Outcome]) -> FailureCause | None:
         CauseKind.CORRUPT_CHECKPOINT,
         CauseKind.CHECKPOINT_MISMATCH,
         CauseKind.DATA,
+        CauseKind.OUT_OF_MEMORY,
         CauseKind.USER,
         CauseKind.STORAGE,
     ]
@@ -93,6 +110,16 @@ def _root_cause(outcomes: Sequence[Outcome]) -> FailureCause | None:
 def classify(facts: AttemptFacts) -> Fault:
     """One Fault from all that was seen. A member that is gone outranks what the survivors say about it, except that an
     error of the training code raised by a live member is never hidden by peers that it took down."""
+    fault = _classify(facts)
+    if fault.root is not None:
+        return replace(fault, step=fault.root.step)
+    if facts.reached_step is None:
+        return fault
+    doubt = step_doubt(facts.step_s, has_witness=bool(facts.outcomes))
+    return replace(fault, step=facts.reached_step + 1, step_doubt=doubt)
+
+
+def _classify(facts: AttemptFacts) -> Fault:
     root = _root_cause(facts.outcomes)
     gone = bool(facts.lost_nodes or facts.lost_workers)
     if root is not None and not (gone and root.kind is CauseKind.STORAGE):
@@ -101,6 +128,7 @@ def classify(facts: AttemptFacts) -> Fault:
             CauseKind.CORRUPT_CHECKPOINT: FaultKind.CORRUPT_CHECKPOINT,
             CauseKind.CHECKPOINT_MISMATCH: FaultKind.MISMATCH,
             CauseKind.STORAGE: FaultKind.STORAGE,
+            CauseKind.OUT_OF_MEMORY: FaultKind.OUT_OF_MEMORY,
         }
         return Fault(kind=kinds.get(root.kind, FaultKind.USER_ERROR), detail=where, root=root)
     preempted = [node for node in facts.lost_nodes if node in facts.draining_nodes]
@@ -109,6 +137,9 @@ def classify(facts: AttemptFacts) -> Fault:
     if facts.lost_nodes:
         nodes = ", ".join(node[:12] for node in facts.lost_nodes)
         return Fault(kind=FaultKind.NODE_LOST, detail=f"lost node {nodes}")
+    if facts.starved_workers:
+        starved = ", ".join(facts.starved_workers)
+        return Fault(kind=FaultKind.OUT_OF_MEMORY, detail=f"worker {starved} was killed: its node ran out of memory")
     if facts.hung_workers:
         return Fault(kind=FaultKind.HANG, detail=f"worker {', '.join(facts.hung_workers)} made no progress")
     if facts.lost_workers:
@@ -134,6 +165,9 @@ def decide_after_fault(
     ``steps_kept``: those of them that a Commit keeps, which alone count as progress where storage is the trouble."""
     progress = steps_kept if fault.kind is FaultKind.STORAGE else steps_finished
     before, counters = counters, replace(counters, fruitless=0 if progress else counters.fruitless + 1)
+    if fault.step is not None:
+        passed = forget_passed(counters.repeats, fault.step - 1, doubt=fault.step_doubt)
+        counters = replace(counters, repeats=passed)
     match fault.kind:
         case FaultKind.MISMATCH:
             return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=fault.detail), counters
@@ -164,26 +198,59 @@ def decide_after_fault(
                 limit = f"failure.max_infrastructure is {config.max_infrastructure}"
                 reason = f"{counters.infrastructure} infrastructure failures, {limit}; last: {fault.detail}"
                 return Stop(exit_code=ExitCode.FAILURE_BUDGET, reason=reason), counters
+            starved, counters = _starved_again(fault, counters)
+            if starved is not None:
+                return starved, counters
+            looped, counters = _break_loop(fault, counters, config)
+            if looped is not None:
+                return looped, counters
     if counters.fruitless >= MAX_FRUITLESS_ATTEMPTS:
         reason = f"{counters.fruitless} attempts in a row finished no step; last: {fault.detail}"
         return Stop(exit_code=ExitCode.FAILURE_BUDGET, reason=reason), counters
     return Regroup(cause=fault.kind.value, reason=fault.detail), counters
 
 
-def _after_user_error(fault: Fault, counters: Counters, config: FailureConfig) -> tuple[Regroup | Stop, Counters]:
-    repeated = fault.root is not None and counters.last_user_error == _signature(fault.root)
-    counters = replace(
-        counters,
-        user_errors=counters.user_errors + 1,
-        last_user_error=_signature(fault.root) if fault.root is not None else None,
+def _break_loop(fault: Fault, counters: Counters, config: FailureConfig) -> tuple[Stop | None, Counters]:
+    """Stop once members were lost, hung or cut off at one step too often: it is the step then, not the machines. A node
+    that is lost says nothing of the step."""
+    if fault.step is None or fault.kind not in _LOOPING:
+        return None, counters
+    failure = Failure.of(fault.kind.value, fault.step, doubt=fault.step_doubt)
+    repeats, count = count_again(counters.repeats, failure)
+    counters = replace(counters, repeats=repeats)
+    limit = config.max_same_step_failures
+    if limit is None or count < limit:
+        return None, counters
+    reason = (
+        f"crash loop: {fault.kind.value} at step {repeats[-1].step} for the {count}. time"
+        f" (failure.max_same_step_failures is {limit}): it is the step, not the machines; last: {fault.detail}"
     )
-    if repeated:
+    return Stop(exit_code=ExitCode.FAILURE_BUDGET, reason=reason), counters
+
+
+def _starved_again(fault: Fault, counters: Counters) -> tuple[Stop | None, Counters]:
+    """Stop where memory ran out at one step twice: a neighbour's hunger passes, the training's own comes back."""
+    if fault.kind is not FaultKind.OUT_OF_MEMORY or fault.step is None:
+        return None, counters
+    failure = Failure.of(fault.kind.value, fault.step, doubt=fault.step_doubt)
+    repeats, count = count_again(counters.repeats, failure)
+    counters = replace(counters, repeats=repeats)
+    if count < _MAX_SAME_STARVATIONS:
+        return None, counters
+    advice = "lower data.micro_batch, or give each worker more memory"
+    reason = f"out of memory at the same step twice: {fault.detail}; {advice}"
+    return Stop(exit_code=ExitCode.USER_ERROR, reason=reason), counters
+
+
+def _after_user_error(fault: Fault, counters: Counters, config: FailureConfig) -> tuple[Regroup | Stop, Counters]:
+    counters, count = replace(counters, user_errors=counters.user_errors + 1), 1
+    if (root := fault.root) is not None:
+        failure = Failure.of(fault.kind.value, root.step, error_type=root.error_type, message=root.message)
+        repeats, count = count_again(counters.repeats, failure, is_lasting=True)
+        counters = replace(counters, repeats=repeats)
+    if count >= _MAX_SAME_USER_ERRORS:
         reason = f"the same error at the same step twice: {fault.detail}"
         return Stop(exit_code=ExitCode.USER_ERROR, reason=reason), counters
     if _over(counters.user_errors, config.max_user_errors):
         return Stop(exit_code=ExitCode.USER_ERROR, reason=fault.detail), counters
     return Regroup(cause=fault.kind.value, reason=fault.detail), counters
-
-
-def _signature(root: FailureCause) -> str:
-    return f"{root.step}:{root.error_type}:{root.message}"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from orchestrator.crash_loop import repeats_from_plain
 from orchestrator.failure_policy import Counters
 from storage.errors import LeaseHeld
 from storage.keys import JOURNAL, journal_key
@@ -98,7 +99,8 @@ class Journal:
         for entry in reversed(self.entries):
             saved = entry.fields.get("counters")
             if isinstance(saved, dict):
-                return Counters(**{name: value for name, value in saved.items() if name in known})
+                plain = {name: value for name, value in saved.items() if name in known}
+                return Counters(**{**plain, "repeats": repeats_from_plain(plain.get("repeats"))})
         return Counters()
 
     def append_counters(self, kind: str, counters: Counters, *, deadline_s: float = _DEADLINE_S, **values: Any) -> None:

@@ -47,6 +47,7 @@ class Recorder:
         self.steps_this_attempt = 0
         self.commits_this_attempt = 0
         self.newest_step_this_attempt = 0
+        self.newest_step_s: float | None = None
         self.num_commits = 0  # of this driver
         self._delayed: set[tuple[int, int | None]] = set()
 
@@ -91,6 +92,7 @@ class Recorder:
                 self.newest_step = max(self.newest_step, report.step)
                 self.newest_step_this_attempt = max(self.newest_step_this_attempt, report.step)
                 self.steps_this_attempt += 1
+                self.newest_step_s = report.step_s
                 self._sink.emit(
                     "step",
                     attempt=number,
