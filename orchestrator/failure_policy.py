@@ -6,7 +6,7 @@ A lost machine, a hang or a peer's echo never uses up the budget of a bug in the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from orchestrator.config import FailureConfig
