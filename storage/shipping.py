@@ -23,7 +23,15 @@ from storage.object_store import ObjectStore
 from storage.retry_tally import RetryTally
 from storage.snapshot_format import SnapshotHeader, StagedChunk, header_digest, read_header
 
-__all__ = ["MemorySink", "key_of", "ship_snapshot", "tensor_layouts", "upload_shard", "write_snapshot"]
+__all__ = [
+    "MemorySink",
+    "check_against_seal",
+    "key_of",
+    "ship_snapshot",
+    "tensor_layouts",
+    "upload_shard",
+    "write_snapshot",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +70,7 @@ def write_snapshot(
     """Encode the Snapshot in ``buffer`` to ``sink``. The Receipt is a proof only once `upload_shard` has returned."""
     started_at_s = clock()
     header = read_header(buffer)
-    _check_against_seal(snapshot, header, header_digest(buffer))
+    check_against_seal(snapshot, header, header_digest(buffer))
     levels = LevelTable.of(config)
     carried = (c for c in header.chunks if levels.treatment(c.name, c.dtype).is_in_checkpoints)
     header = replace(header, chunks=tuple(carried))
@@ -186,7 +194,8 @@ def _raw(chunk: StagedChunk, buffer: memoryview) -> RawChunk:
     )
 
 
-def _check_against_seal(snapshot: SealedSnapshot, header: SnapshotHeader, digest: str) -> None:
+def check_against_seal(snapshot: SealedSnapshot, header: SnapshotHeader, digest: str) -> None:
+    """Raises StorageError unless the buffer that begins with ``header`` is the one that was sealed."""
     sealed = (snapshot.run_id, snapshot.attempt, snapshot.step, snapshot.rank, snapshot.world_size)
     written = (header.run_id, header.attempt, header.step, header.rank, header.world_size)
     if sealed != written or digest != snapshot.header_digest:
