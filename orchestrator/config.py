@@ -37,6 +37,15 @@ class WorldConfig(_Settings):
     max_wait_s: float = Field(1800.0, gt=0, description="longest wait below min_workers")
     threads_per_worker: int | None = Field(1, ge=1, description="OMP_NUM_THREADS of a CPU worker")
     accept_joins: bool = Field(True, description="take new nodes in while the run goes on")
+    spares: int = Field(0, ge=0, description="workers kept warm beside max_workers; one takes a lost member's place")
+    join_window_s: float = Field(
+        5.0, ge=0, description="how long a ready worker waits for others that are starting, to join together with them"
+    )
+    join_gain_ratio: float = Field(
+        1.0,
+        ge=0,
+        description="join when it saves more than so many times its cost until the last step; 0: always",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -51,6 +60,13 @@ class FailureConfig(_Settings):
     max_user_errors: int = Field(0, ge=-1, description="retries after an error of the training code")
     max_infrastructure: int = Field(-1, ge=-1, description="retries after lost nodes, workers or hangs")
     max_preemptions: int = Field(-1, ge=-1)
+    max_node_failures: int | None = Field(
+        3, ge=1, description="worker failures on one node within node_failures_window_s that block it; null: never"
+    )
+    node_failures_window_s: float = Field(3600.0, gt=0)
+    max_same_step_failures: int | None = Field(
+        3, ge=2, description="stop once workers were lost, or hung, at the same step this often; null: never"
+    )
     group_timeout_s: float = Field(120.0, gt=0, description="collective time-out for vanished peers")
     settle_s: float = Field(2.0, gt=0, description="how long all members are asked after the first error")
     poll_s: float = Field(0.25, gt=0)
@@ -60,13 +76,6 @@ class FailureConfig(_Settings):
     compiling_s: float = Field(600.0, gt=0, description="limit: first step of an Attempt")
     training_s: float = Field(60.0, gt=0, description="limit: one step")
     evaluating_s: float = Field(600.0, gt=0)
-    max_node_failures: int | None = Field(
-        3, ge=1, description="worker failures on one node within node_failures_window_s that block it; null: never"
-    )
-    node_failures_window_s: float = Field(3600.0, gt=0)
-    max_same_step_failures: int | None = Field(
-        3, ge=2, description="stop once workers were lost, or hung, at the same step this often; null: never"
-    )
     checkpointing_s: float = Field(600.0, gt=0)
     leaving_s: float = Field(120.0, gt=0)
     silent_s: float = Field(15.0, gt=0, description="limit: no answer to a heartbeat call at all")

@@ -11,7 +11,9 @@ __all__ = ["Decision", "Keep", "Leave", "Regroup", "Stop", "Wait"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Leave the World as it is."""
+    """Leave the World as it is. ``reason``: why it does not grow although it could; empty where there is none."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

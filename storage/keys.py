@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "COMMITS",
+    "CONTROL",
     "EVENTS",
     "JOURNAL",
     "LEASES",
@@ -30,9 +31,13 @@ __all__ = [
     "manifest_key",
     "new_nonce",
     "parse_record_key",
+    "parse_reply_key",
+    "parse_request_key",
     "parse_shard_key",
     "parse_step_key",
     "quarantine_key",
+    "reply_key",
+    "request_key",
     "shard_key",
     "shard_prefix",
 ]
@@ -43,6 +48,7 @@ SHARDS = "shards/"
 QUARANTINE = "quarantine/"
 JOURNAL = "journal/"
 LEASES = "lease/"
+CONTROL = "control/"
 PROBES = "probe/"
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
@@ -58,6 +64,7 @@ _STEP_KEY = re.compile(
 _SHARD_KEY = re.compile(
     r"shards/step-(?P<step>[0-9]{10})/a(?P<number>[0-9]{6})-(?P<nonce>[0-9a-f]{8})/rank-(?P<rank>[0-9]{5,12})\.shard\Z"
 )
+_CONTROL_KEY = re.compile(r"control/(?P<what>request|reply)-(?P<nonce>[0-9a-f]{8})\.json\Z")
 _NONCE = re.compile(r"[0-9a-f]{8}\Z")
 
 
@@ -151,6 +158,28 @@ def journal_key(sequence: int, nonce: str) -> str:
 def lease_key(nonce: str) -> str:
     """Name of the Lease record of the driver with ``nonce``."""
     return f"{LEASES}{nonce}.json"
+
+
+def request_key(nonce: str) -> str:
+    """Name of what a person asks a driver for; ``nonce`` is the request's own."""
+    return f"{CONTROL}request-{nonce}.json"
+
+
+def reply_key(nonce: str) -> str:
+    """Name of a driver's answer to the request with ``nonce``."""
+    return f"{CONTROL}reply-{nonce}.json"
+
+
+def parse_request_key(key: str) -> str | None:
+    """The nonce in the name of a request, or None when the name is not exactly one of ours."""
+    match = _CONTROL_KEY.match(key)
+    return match["nonce"] if match is not None and match["what"] == "request" else None
+
+
+def parse_reply_key(key: str) -> str | None:
+    """The nonce in the name of a reply, or None when the name is not exactly one of ours."""
+    match = _CONTROL_KEY.match(key)
+    return match["nonce"] if match is not None and match["what"] == "reply" else None
 
 
 def parse_step_key(name: str) -> StepKey | None:
