@@ -180,7 +180,8 @@ class StepReport:
     ``position`` counts samples consumed since step 0; ``sample_chain`` is the chained xxh3_128 of their ids;
     ``finished_at_s`` is Unix time. ``memory_step``: the newest step that every rank was to keep in memory,
     ``safe_step`` the newest that is whole there, replicas included; -1: none. ``memory_stall_s``: rank 0's wait for the
-    Snapshot of ``memory_step``.
+    Snapshot of ``memory_step``. ``compute_s``: by rank, how long it computed itself, see `workers.compute_clock`; 0:
+    not measured.
     """
 
     step: int
@@ -195,6 +196,7 @@ class StepReport:
     memory_step: int = -1
     safe_step: int = -1
     memory_stall_s: float = 0.0
+    compute_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

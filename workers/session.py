@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from storage.errors import KeeperUnreachable
+from workers.compute_clock import ComputeClock
 from workers.contract import AttemptSpec, BoundOrder, EvalReport, OrderKind, Phase, StepReport
 from workers.courier import Courier
 from workers.data_identity import DATA_TRACKER, DataIdentity
@@ -73,6 +74,7 @@ class Session:
     ) -> None:
         self._settings, self._spec, self._parts = settings, spec, parts
         self._groups, self._courier, self._pulse, self._check = groups, courier, pulse, check
+        self._clock = ComputeClock(parts.device)
         self._layout = StepVectorLayout(num_leaves=settings.data.num_leaves, world_size=spec.world.size)
         self._state: TrainingState | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -262,6 +264,7 @@ class Session:
         )
         stream.seek(step + 1, state.progress.position)
         self._stream = stream
+        self._clock.attach(state.model)
         self._orders = OrderDesk(
             base_step=step,
             total_steps=settings.total_steps,
@@ -272,7 +275,8 @@ class Session:
 
     def _fill(self, step: TrainStep) -> torch.Tensor:
         """This rank's part of the vector. Losses and the norm stay on the device: nothing here waits for it."""
-        words = self._layout.rank_part(step=step.number, digests=step.digests, rank=self.rank)
+        computed_s = self._clock.take()
+        words = self._layout.rank_part(step=step.number, digests=step.digests, rank=self.rank, compute_s=computed_s)
         if self.rank == 0:
             bound = self._desk.bind(step.number)
             self._layout.add_rank0_part(words, order=bound, lr=step.lr, step_s=step.elapsed_s())
@@ -369,4 +373,5 @@ def _report_of(progress: Progress, totals: StepTotals, finished_at_s: float) -> 
         sample_chain=progress.sample_chain,
         step_s=totals.step_s,
         finished_at_s=finished_at_s,
+        compute_s=totals.compute_s,
     )
