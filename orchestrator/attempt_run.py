@@ -22,7 +22,7 @@ from orchestrator.fencing import Reckoning, reckon
 from orchestrator.heartbeats import Hang, Pulse, judge
 from orchestrator.recorder import Recorder
 from orchestrator.restored import restored_fields
-from orchestrator.scaling_policy import decide_leave
+from orchestrator.sizing import Sizing
 from orchestrator.states import State
 from orchestrator.worker_group import WorkerGroup
 from workers.contract import AttemptSpec, Heartbeat, Outcome, OutcomeKind, Phase, World
@@ -85,6 +85,7 @@ class AttemptRun:
         group: WorkerGroup,
         coordinator: CoordinatorClient,
         config: RunConfig,
+        sizing: Sizing,
         recorder: Recorder,
         tick: Callable[[], None],
         draining: Callable[[], frozenset[str]],
@@ -97,6 +98,7 @@ class AttemptRun:
         self._group = group
         self._coordinator = coordinator
         self._config = config
+        self._sizing = sizing
         self._recorder = recorder
         self._tick = tick
         self._draining = draining
@@ -255,15 +257,12 @@ class AttemptRun:
             return
         if not self._is_formed:
             return
-        world = self._config.world
-        if self._is_store_away():
-            # A World that parts now could not restore: it would stand still until the store is back.
-            world = world.model_copy(update={"accept_joins": False})
-        decision = decide_leave(
+        decision = self._sizing.consider(
             self._group.views(self._draining()),
-            world,
             steps_left=self._config.run.steps - self._recorder.newest_step_this_attempt,
             is_someone_starting=self._group.is_someone_starting,
+            # A World that parts now could not restore: it would stand still until the store is back.
+            may_change=not self._is_store_away(),
         )
         if isinstance(decision, Leave):
             self._order_leave(decision)

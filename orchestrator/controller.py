@@ -23,6 +23,7 @@ from orchestrator.node_watcher import NodeWatcher
 from orchestrator.recorder import Recorder
 from orchestrator.resume import Resume
 from orchestrator.scaling_policy import WorkerView
+from orchestrator.sizing import Sizing
 from orchestrator.states import State, checked_move
 from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
@@ -79,8 +80,11 @@ class Controller:
         self._lease_lost = lease_lost
         self._next_number = first_attempt_number
         self._state = State.GATHERING
+        self._sizing = Sizing(config, recorder, journal.entries)
+        recorder.listen(self._sizing.pace.on_signal)
         self._gathering = Gathering(
             config=config,
+            sizing=self._sizing,
             group=group,
             watcher=watcher,
             recorder=recorder,
@@ -165,6 +169,7 @@ class Controller:
             group=self._group,
             coordinator=self._coordinator,
             config=self._config,
+            sizing=self._sizing,
             recorder=self._recorder,
             tick=self._gathering.tick,
             draining=self._gathering.draining,

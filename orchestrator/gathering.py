@@ -15,6 +15,7 @@ from orchestrator.exit_codes import ExitCode
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.recorder import Recorder
 from orchestrator.scaling_policy import WorkerView, choose_members, wait_reason, workers_that_fit
+from orchestrator.sizing import Sizing
 from orchestrator.worker_group import WorkerGroup
 
 __all__ = ["Gathering"]
@@ -29,6 +30,7 @@ class Gathering:
         self,
         *,
         config: RunConfig,
+        sizing: Sizing,
         group: WorkerGroup,
         watcher: NodeWatcher,
         recorder: Recorder,
@@ -36,6 +38,7 @@ class Gathering:
         asked_to_stop: Callable[[], Stop | None],
     ) -> None:
         self._config = config
+        self._sizing = sizing
         self._group = group
         self._watcher = watcher
         self._recorder = recorder
@@ -45,11 +48,11 @@ class Gathering:
 
     def members(self, *, wait_for_more: bool) -> tuple[WorkerView, ...] | Stop:
         """Ready workers for a World; waits below the minimum, at the first start also a grace for the maximum."""
-        world = self._config.world
         began = time.monotonic()
         said: Wait | None = None
         while True:
             self.tick()
+            world = self._sizing.world  # a person may change it meanwhile
             stop = self._asked_to_stop() or self._refused_to_start()
             if stop is not None:
                 return stop
@@ -81,9 +84,9 @@ class Gathering:
             is_new = node_id not in self._group.known_nodes() and node_id not in self._dead_nodes
             count = workers_that_fit(node.resources, self._config.world)
             if is_new and count and node.drain_deadline_at_s is None:
-                self._group.admit(node_id, min(count, self._config.world.max_workers))
+                self._group.admit(node_id, min(count, self._sizing.num_workers))
         before = {view.worker_id for view in self._group.views(frozenset()) if view.is_ready}
-        for lost in self._group.reconcile(self._config.world.max_workers, self.draining()):
+        for lost in self._group.reconcile(self._sizing.num_workers, self.draining()):
             _log.warning("worker %s on node %s did not start: %s", lost.worker_id, lost.node_id[:12], lost.reason)
         for worker in self._group.views(frozenset()):
             if worker.is_ready and worker.worker_id not in before:
@@ -121,5 +124,6 @@ class Gathering:
         is_overdue = not self._group.is_someone_starting or waited_s > self._config.world.start_grace_s
         if wait == said or not is_overdue:
             return said
+        self._sizing.pace.interrupt()
         self._recorder.emit("waiting", have=wait.have, need=wait.need, missing=wait.missing)
         return wait

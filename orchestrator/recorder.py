@@ -6,7 +6,7 @@ One writer of the driver's events; the schema is docs/events.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, assert_never
 
 from orchestrator.signals import (
@@ -50,6 +50,11 @@ class Recorder:
         self.newest_step_s: float | None = None
         self.num_commits = 0  # of this driver
         self._delayed: set[tuple[int, int | None]] = set()
+        self._listeners: list[Callable[[Signal], None]] = []
+
+    def listen(self, listener: Callable[[Signal], None]) -> None:
+        """Tell ``listener`` every Signal once it is recorded."""
+        self._listeners.append(listener)
 
     def since_start_s(self, unix_s: float) -> float:
         """A wall-clock time as seconds since the Run's start, as events give it."""
@@ -84,6 +89,8 @@ class Recorder:
     def record(self, signals: Iterable[Signal]) -> None:
         for signal in signals:
             self._record_one(signal)
+            for listener in self._listeners:
+                listener(signal)
 
     def _record_one(self, signal: Signal) -> None:
         number = signal.attempt.number
