@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -19,19 +19,21 @@ from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Leave, Stop
 from orchestrator.failure_policy import AttemptFacts, Fault, classify
 from orchestrator.fencing import Reckoning, reckon
-from orchestrator.heartbeats import Hang, Pulse, judge
+from orchestrator.heartbeats import Hang
 from orchestrator.recorder import Recorder
 from orchestrator.restored import restored_fields
 from orchestrator.sizing import Sizing
 from orchestrator.states import State
+from orchestrator.vital_signs import GONE, VitalSigns
 from orchestrator.worker_group import WorkerGroup
-from workers.contract import AttemptSpec, Heartbeat, Outcome, OutcomeKind, Phase, World
+from workers.contract import AttemptSpec, Outcome, OutcomeKind, Phase, World
 
 __all__ = ["AttemptEnd", "AttemptRun", "Broken", "Finished", "Left"]
 
 _log = logging.getLogger(__name__)
-# Ray reports an actor that its memory monitor killed by an error that is not one of an actor.
-_GONE = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+_QUIET_S = 3.0  # longest that starts of new workers wait for the survivors' first step
+_LAST_WORDS_S = 1.0
+_OBITUARY_S = 0.2
 _BUSY_PHASES = frozenset({Phase.STARTING, Phase.IDLE, Phase.FORMING, Phase.LOADING})
 
 
@@ -63,16 +65,6 @@ class Broken:
 
 
 AttemptEnd = Finished | Left | Broken
-
-
-@dataclass(slots=True, kw_only=True)
-class _Vitals:
-    """Outstanding and newest heartbeat of one member."""
-
-    ref: Any = None
-    beat: Heartbeat | None = None
-    asked_at: float = 0.0
-    answered_at: float = field(default_factory=time.monotonic)
 
 
 class AttemptRun:
@@ -108,10 +100,9 @@ class AttemptRun:
         self._move = move
         self._refs: dict[Any, str] = {}
         self._outcomes: dict[str, Outcome] = {}
-        self._gone: dict[str, str] = {}
+        self._signs = VitalSigns(world, group, config.failure)
         self._hangs: tuple[Hang, ...] = ()
-        self._vitals = {member.worker_id: _Vitals() for member in world.members}
-        self._is_formed = False
+        self._is_formed = self._has_stepped = False
         self._awaits_restore = self._awaits_data = False
         self._leave: Leave | None = None
         self._leave_at = 0.0
@@ -121,11 +112,16 @@ class AttemptRun:
     def run(self, specs: Mapping[str, AttemptSpec]) -> AttemptEnd:
         self._awaits_restore = any(spec.restore is not None for spec in specs.values())
         self._group.set_members(list(specs))
+        bell = self._group.lifelines.bell
         self._refs = self._group.start_attempt(specs, self._coordinator.actor)
+        for ref in self._refs:
+            bell.watch(ref)
         while True:
-            if self._refs:
-                self._take_outcomes(self._config.failure.poll_s)
-            self._tick()
+            bell.wait(self._config.failure.poll_s)
+            self._take_outcomes()
+            self._signs.look_at_lines(self._outcomes)
+            if not self._is_broken():  # else every moment counts; the books are brought up to date on the way
+                self._tick()
             end = self._verdict()
             if end is not None:
                 self._recorder.emit(
@@ -140,27 +136,32 @@ class AttemptRun:
 
     # -- what the members say ---------------------------------------------------------------------------------------
 
-    def _take_outcomes(self, timeout_s: float) -> None:
-        ready, _ = ray.wait(list(self._refs), num_returns=1, timeout=timeout_s)
+    def _take_outcomes(self) -> None:
+        ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0) if self._refs else ([], [])
         for ref in ready:
             worker_id = self._refs.pop(ref)
             try:
                 outcome: Outcome | None = ray.get(ref)
-            except _GONE as error:
-                self._gone[worker_id] = type(error).__name__
+            except GONE as error:
+                self._signs.gone[worker_id] = type(error).__name__
                 continue
             if outcome is None:
-                self._refs[self._group.await_outcome(worker_id, self._world.attempt)] = worker_id
+                again = self._group.await_outcome(worker_id, self._world.attempt)
+                self._refs[self._group.lifelines.bell.watch(again)] = worker_id
                 continue
             self._outcomes[worker_id] = outcome
             self._recorder.saw_step(outcome.last_step)
 
+    def _is_broken(self) -> bool:
+        lost_nodes = {m.node_id for m in self._world.members} - self._living()
+        has_failed = any(outcome.kind is OutcomeKind.FAILED for outcome in self._outcomes.values())
+        return bool(self._signs.gone or has_failed or lost_nodes or self._hangs)
+
     def _verdict(self) -> AttemptEnd | None:
         """How the Attempt ended, or None while it goes on."""
-        kinds = {outcome.kind for outcome in self._outcomes.values()}
-        lost_nodes = {m.node_id for m in self._world.members} - self._living()
-        if self._gone or OutcomeKind.FAILED in kinds or lost_nodes or self._hangs:
+        if self._is_broken():
             return self._recover()
+        kinds = {outcome.kind for outcome in self._outcomes.values()}
         if len(self._outcomes) < self._world.size:
             return None
         if kinds == {OutcomeKind.FINISHED}:
@@ -176,48 +177,25 @@ class AttemptRun:
     # -- heartbeats -------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        for worker_id, vitals in self._vitals.items():
-            if worker_id in self._outcomes or worker_id in self._gone:
-                continue
-            self._collect(worker_id, vitals, now)
-            if vitals.ref is None and now - vitals.asked_at >= self._interval_s():
-                vitals.ref, vitals.asked_at = self._group.heartbeat(worker_id), now
+        self._signs.ask(self._interval_s(), self._outcomes)
         if self._awaits_restore:
             self._note_restored()
         self._note_data()
         if not self._is_formed:
             self._note_formed()
-        waiting = {w: v for w, v in self._vitals.items() if w not in self._outcomes}
-        pulses = {
-            w: Pulse(beat=v.beat, silent_s=now - v.answered_at if v.ref is not None else 0.0)
-            for w, v in waiting.items()
-        }
-        self._hangs = judge(pulses, self._config.failure)
-        for hang in self._hangs:
-            _log.warning("worker %s hangs: %s", hang.worker_id, hang.detail)
+        if not self._has_stepped and self._recorder.steps_this_attempt > 0:
+            self._has_stepped = True
+            self._group.put_off_starts(0.0)
+        self._hangs = self._signs.hangs(self._outcomes)
 
     def _interval_s(self) -> float:
         is_settled = self._is_formed and not self._awaits_restore
         return 4 * self._config.failure.poll_s if is_settled else self._config.failure.poll_s
 
-    def _collect(self, worker_id: str, vitals: _Vitals, now: float) -> None:
-        if vitals.ref is None:
-            vitals.answered_at = now
-            return
-        ready, _ = ray.wait([vitals.ref], timeout=0)
-        if not ready:
-            return
-        ref, vitals.ref, vitals.answered_at = vitals.ref, None, now
-        try:
-            vitals.beat = ray.get(ref)
-        except _GONE as error:
-            self._gone.setdefault(worker_id, type(error).__name__)
-
     def _note_restored(self) -> None:
         """Say once, when every rank has told it, where the state really came from."""
         attempt = self._world.attempt
-        told = [vitals.beat.restored for vitals in self._vitals.values() if vitals.beat is not None]
+        told = [beat.restored for beat in self._signs.beats().values() if beat is not None]
         restores = [restored for restored in told if restored is not None and restored.attempt == attempt]
         if len(restores) == self._world.size:
             self._awaits_restore = False
@@ -225,15 +203,14 @@ class AttemptRun:
 
     def _note_data(self) -> None:
         """Say when ranks begin to wait for the training data; when they are done with it the next step tells."""
-        beats = {m.rank: self._vitals[m.worker_id].beat for m in self._world.members}
-        ranks = [rank for rank, beat in beats.items() if beat is not None and beat.phase is Phase.WAITING_FOR_DATA]
+        beats = self._signs.beats().values()
+        ranks = [rank for rank, beat in enumerate(beats) if beat is not None and beat.phase is Phase.WAITING_FOR_DATA]
         if ranks and not self._awaits_data:
             self._recorder.emit("data_awaited", attempt=self._world.attempt, ranks=ranks)
         self._awaits_data = bool(ranks)
 
     def _note_formed(self) -> None:
-        beats = [vitals.beat for vitals in self._vitals.values()]
-        attempt = self._world.attempt
+        beats, attempt = self._signs.beats().values(), self._world.attempt
         are_past_loading = all(b is not None and b.attempt == attempt and b.phase not in _BUSY_PHASES for b in beats)
         self._is_formed = are_past_loading or self._recorder.steps_this_attempt > 0
         if self._is_formed:
@@ -246,7 +223,7 @@ class AttemptRun:
     def _consider_leaving(self) -> None:
         if self._leave is not None:
             if time.monotonic() - self._leave_at > self._config.failure.leaving_s:
-                late = [w for w in self._vitals if w not in self._outcomes]
+                late = [m.worker_id for m in self._world.members if m.worker_id not in self._outcomes]
                 limit = self._config.failure.leaving_s
                 self._hangs = tuple(Hang(worker_id=w, detail=f"did not leave within {limit:g} s") for w in late)
             return
@@ -280,11 +257,12 @@ class AttemptRun:
         """Fence what is suspect, free what lives, and say what happened."""
         detected_at_s = time.time()
         self._move(State.RECOVERING)
+        self._group.put_off_starts(_QUIET_S)
         reckoning: Reckoning = reckon(
             world=self._world,
             group=self._group,
             living=self._living(),
-            gone=frozenset(self._gone),
+            gone=frozenset(self._signs.gone),
             hung=frozenset(hang.worker_id for hang in self._hangs),
             settle_s=self._config.failure.settle_s,
         )
@@ -295,7 +273,9 @@ class AttemptRun:
             lost_workers=reckoning.lost_workers,
             lost_nodes=reckoning.lost_nodes,
             hung_workers=tuple(hang.worker_id for hang in self._hangs),
-            starved_workers=tuple(w for w, e in self._gone.items() if e == ray.exceptions.OutOfMemoryError.__name__),
+            starved_workers=tuple(
+                w for w, why in self._signs.gone.items() if why == ray.exceptions.OutOfMemoryError.__name__
+            ),
             draining_nodes=self._draining(),
             reached_step=self._reached_step(),
             step_s=self._recorder.newest_step_s,
@@ -317,19 +297,18 @@ class AttemptRun:
         """The last finished step that anyone told of, None before the World had begun to train."""
         if not self._is_formed:
             return None
-        beats = [v.beat for v in self._vitals.values() if v.beat is not None and v.beat.attempt == self._world.attempt]
-        return max([self._recorder.newest_step_this_attempt, *(beat.step for beat in beats)])
+        beats = [beat for beat in self._signs.beats().values() if beat is not None]
+        steps = [beat.step for beat in beats if beat.attempt == self._world.attempt]
+        return max([self._recorder.newest_step_this_attempt, *steps])
 
     def _drain_outcomes(self, reckoning: Reckoning) -> None:
-        """Survivors were freed, so their outcomes are at hand; the lost ones will never come."""
-        wanted = {ref: w for ref, w in self._refs.items() if w in reckoning.survivors}
-        ready, _ = ray.wait(list(wanted), num_returns=len(wanted), timeout=1.0) if wanted else ([], [])
-        for ref in ready:
-            try:
-                outcome = ray.get(ref)
-            except _GONE as error:
-                self._gone[wanted[ref]] = type(error).__name__
-                continue
-            if outcome is not None:
-                self._outcomes[wanted[ref]] = outcome
-                self._recorder.saw_step(outcome.last_step)
+        """Survivors were freed, so their outcomes are at hand; and Ray tells what a lost worker died of, where its node
+        lives."""
+        home = {member.worker_id: member.node_id for member in self._world.members}
+        freed = {ref: w for ref, w in self._refs.items() if w in reckoning.survivors}
+        others = {ref: w for ref, w in self._refs.items() if w not in reckoning.survivors}
+        dead = {ref: w for ref, w in others.items() if home[w] not in reckoning.lost_nodes}
+        for refs, timeout_s in ((freed, _LAST_WORDS_S), (dead, _OBITUARY_S)):
+            if refs:
+                ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+        self._take_outcomes()

@@ -1,7 +1,8 @@
 """Fencing: after the first sign of a fault, find out within a bounded time who lives, kill who hangs, free the rest.
 
-Every member is asked directly to let the Attempt go, and every node agent to answer, all at once. No answer from a node
-means it is lost for this Run: its worker can write nothing more, because the coordinator refuses its Attempt.
+Every member is asked directly to let the Attempt go, and every node agent to answer, all at once; nobody is waited for
+whose lifeline has ended. No answer from a node means it is lost: its worker can write nothing more, because the
+coordinator refuses its Attempt.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = ["Reckoning", "reckon"]
 
 _log = logging.getLogger(__name__)
 _ABANDON_S = 10.0  # longest a live worker may take to end its training thread and drop the model
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +35,30 @@ class Reckoning:
 
 @dataclass(slots=True, kw_only=True)
 class _Poll:
-    """The questions that are out and what came back."""
+    """The questions that are out and what came back. ``home``: worker id -> node id."""
 
+    home: dict[str, str]
+    fences: dict[Any, str] = field(default_factory=dict)
     abandons: dict[Any, str] = field(default_factory=dict)
     pings: dict[Any, str] = field(default_factory=dict)
     clean: set[str] = field(default_factory=set)
     unclean: set[str] = field(default_factory=set)
-    dead: set[str] = field(default_factory=set)
-    answering_nodes: set[str] = field(default_factory=set)
     silent_nodes: set[str] = field(default_factory=set)
+
+    def is_open(self, waited_s: float, settle_s: float) -> bool:
+        """Whether there is still somebody to wait for: silent nodes get ``settle_s``, live workers `_ABANDON_S`."""
+        if not (self.fences or self.abandons or self.pings) or waited_s >= _ABANDON_S:
+            return False
+        unanswered = set(self.pings.values()) | self.silent_nodes
+        waited_for = {*self.fences.values(), *self.abandons.values()}
+        return waited_s < settle_s or any(self.home[worker] not in unanswered for worker in waited_for)
+
+    def drop(self, lost_nodes: frozenset[str]) -> None:
+        """Wait no longer for who cannot answer."""
+        self.silent_nodes |= lost_nodes
+        self.pings = {ref: node for ref, node in self.pings.items() if node not in lost_nodes}
+        self.fences = {ref: w for ref, w in self.fences.items() if self.home[w] not in lost_nodes}
+        self.abandons = {ref: w for ref, w in self.abandons.items() if self.home[w] not in lost_nodes}
 
 
 def reckon(
@@ -54,66 +71,75 @@ def reckon(
     settle_s: float,
 ) -> Reckoning:
     """Ask everyone, wait at most ``settle_s`` for silent nodes (longer only for workers on nodes that answer)."""
-    fenced = _kill(group, hung)
-    poll = _Poll(dead=set(gone) | fenced)
-    home = {member.worker_id: member.node_id for member in world.members}
-    asked = [worker for worker in home if worker not in poll.dead]
+    poll = _Poll(home={member.worker_id: member.node_id for member in world.members})
+    poll.fences = _kill(group, hung)
+    asked = [worker for worker in poll.home if worker not in gone | hung]
     poll.abandons = group.abandon(asked, world.attempt, _ABANDON_S)
-    for node_id in set(home.values()):
-        ref = group.ping_agent(node_id) if node_id in living else None
+    for node_id in set(poll.home.values()):
+        is_there = node_id in living and not _is_lost(group, node_id, gone, world)
+        ref = group.ping_agent(node_id) if is_there else None
         if ref is None:
             poll.silent_nodes.add(node_id)
         else:
             poll.pings[ref] = node_id
-    _collect(poll, home, settle_s)
+    _collect(poll, group, world, gone, settle_s)
     poll.silent_nodes |= set(poll.pings.values())
     suspects = set(poll.abandons.values()) | poll.unclean
-    to_kill = frozenset(w for w in suspects if home[w] not in poll.silent_nodes)
-    _kill(group, to_kill)
-    lost_nodes = tuple(sorted(poll.silent_nodes))
-    survivors = frozenset(w for w in poll.clean if home[w] not in poll.silent_nodes)
-    lost_workers = tuple(sorted(set(home) - survivors))
-    return Reckoning(survivors=survivors, lost_workers=lost_workers, lost_nodes=lost_nodes)
+    late = _kill(group, frozenset(w for w in suspects if poll.home[w] not in poll.silent_nodes))
+    if late:
+        ray.wait(list(late), num_returns=len(late), timeout=settle_s)
+    survivors = frozenset(w for w in poll.clean if poll.home[w] not in poll.silent_nodes)
+    return Reckoning(
+        survivors=survivors,
+        lost_workers=tuple(sorted(set(poll.home) - survivors)),
+        lost_nodes=tuple(sorted(poll.silent_nodes)),
+    )
 
 
-def _collect(poll: _Poll, home: dict[str, str], settle_s: float) -> None:
-    """Take answers until nobody is left to wait for: silent nodes get ``settle_s``, live workers `_ABANDON_S`."""
-    began = time.monotonic()
-    while poll.abandons or poll.pings:
-        waited = time.monotonic() - began
-        if waited >= _ABANDON_S:
+def _collect(poll: _Poll, group: WorkerGroup, world: World, gone: frozenset[str], settle_s: float) -> None:
+    """Take answers and ended lifelines until nobody is left to wait for."""
+    bell, began = group.lifelines.bell, time.monotonic()
+    for ref in (*poll.fences, *poll.abandons, *poll.pings):
+        bell.watch(ref)
+    while True:
+        poll.drop(frozenset(node for node in poll.home.values() if _is_lost(group, node, gone, world)))
+        if not poll.is_open(time.monotonic() - began, settle_s):
             return
-        if waited >= settle_s:
-            unanswered = set(poll.pings.values()) | poll.silent_nodes
-            if all(home[worker] in unanswered for worker in poll.abandons.values()):
-                return
-        refs = [*poll.abandons, *poll.pings]
-        ready, _ = ray.wait(refs, num_returns=1, timeout=0.05)
+        refs = [*poll.fences, *poll.abandons, *poll.pings]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in ready:
             _take(poll, ref)
+        if not ready:
+            bell.wait(_LOOK_S)
+
+
+def _is_lost(group: WorkerGroup, node_id: str, gone: frozenset[str], world: World) -> bool:
+    """Whether the lifelines of a node's agent and of all its members have ended: the whole machine is gone, or out of
+    reach of this driver, which is the same to the Run."""
+    members = [member.worker_id for member in world.members if member.node_id == node_id]
+    lines = group.lifelines
+    return lines.is_agent_cut(node_id) and all(worker in gone or lines.is_cut(worker) for worker in members)
 
 
 def _take(poll: _Poll, ref: Any) -> None:
-    worker_id, node_id = poll.abandons.pop(ref, None), poll.pings.pop(ref, None)
+    fenced, worker_id, node_id = poll.fences.pop(ref, None), poll.abandons.pop(ref, None), poll.pings.pop(ref, None)
     try:
         answer = ray.get(ref)
     except ray.exceptions.RayError as error:
-        if worker_id is not None:
-            _log.info("worker %s does not answer: %s", worker_id, type(error).__name__)
-            poll.dead.add(worker_id)
+        if fenced is not None or worker_id is not None:
+            _log.info("no word on worker %s: %s", fenced or worker_id, type(error).__name__)
         if node_id is not None:
             poll.silent_nodes.add(node_id)
         return
     if worker_id is not None:
         (poll.clean if answer.is_clean else poll.unclean).add(worker_id)
-    if node_id is not None:
-        poll.answering_nodes.add(node_id)
+    if fenced is not None and answer:
+        _log.warning("worker %s outlives its SIGKILL: pids %s", fenced, answer)
 
 
-def _kill(group: WorkerGroup, workers: frozenset[str]) -> set[str]:
-    """SIGKILL through the node agents, waiting a bounded time for their word."""
-    refs = {ref: worker for worker in workers if (ref := group.fence(worker)) is not None}
+def _kill(group: WorkerGroup, workers: frozenset[str]) -> dict[Any, str]:
+    """SIGKILL through the node agents; the references resolve once the processes are gone."""
+    refs = {ref: worker for worker in sorted(workers) if (ref := group.fence(worker)) is not None}
     if refs:
-        ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
-        _log.warning("fenced %s", ", ".join(sorted(workers)))
-    return set(workers)
+        _log.warning("fenced %s", ", ".join(refs.values()))
+    return refs

@@ -32,6 +32,7 @@ from orchestrator.exit_codes import ExitCode
 from orchestrator.finished import has_whole_end
 from orchestrator.journal import Journal
 from orchestrator.keepers import KeeperCrew
+from orchestrator.lifelines import Lifelines
 from orchestrator.meeting_point import MeetingPoint
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.options import DriverOptions
@@ -47,6 +48,7 @@ from storage.keys import new_nonce
 from storage.lease import acquire
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
+from workers.lifeline import LifelineSpec
 from workers.settings import WorkerSettings
 from workers.worker import create_worker
 
@@ -171,6 +173,7 @@ class _Driver:
             spawn=self._spawn,
             start_keeper=crew.start,
             resources_per_worker=self._config.world.resources_per_worker,
+            lifelines=Lifelines(ray.util.get_node_ip_address()),
         )
         watcher = NodeWatcher()
         world = self._config.world
@@ -199,7 +202,9 @@ class _Driver:
             crew.close()
             meeting_point.close()
 
-    def _spawn(self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any]) -> Any:
+    def _spawn(
+        self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any], lifeline: LifelineSpec
+    ) -> Any:
         config = self._config
         settings = WorkerSettings(
             run_id=self._run_id,
@@ -221,6 +226,7 @@ class _Driver:
             train_loop=self._train_loop,
             log_level="DEBUG" if config.log_level == "DEBUG" else "WARNING",  # Ray copies it to the driver
             options=options,
+            lifeline=lifeline,
         )
 
 

@@ -14,13 +14,20 @@ from typing import Any
 
 import ray
 
+from workers.lifeline import Lifeline, LifelineSpec, Role
+
 __all__ = ["NodeAgent", "NodeAgentActor"]
 
 KILL_TIMEOUT_S = 5.0
 
 
 class NodeAgent:
-    """Plain class: acts on processes of this machine by pid."""
+    """Plain class: acts on processes of this machine by pid. With ``lifeline`` the driver learns of its end at once."""
+
+    def __init__(self, node_id: str = "", lifeline: LifelineSpec | None = None) -> None:
+        self._lifeline = (
+            None if lifeline is None else Lifeline(lifeline, role=Role.AGENT, name=node_id, node_id=node_id)
+        )
 
     def ping(self) -> int:
         """Liveness: this process's pid."""

@@ -24,6 +24,7 @@ class NodePlacement:
 
     def __init__(self, run_id: str, node_id: str, count: int, resources_per_worker: dict[str, float]) -> None:
         self.count = count
+        self.node_id = node_id
         self._resources = dict(resources_per_worker)
         self._group: PlacementGroup = placement_group(
             [dict(resources_per_worker) for _ in range(count)],

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import ray
 
+from orchestrator.letting_go import LettingGo
+from orchestrator.lifelines import Lifelines
 from orchestrator.node_agent import NodeAgentActor
 from orchestrator.placement import NodePlacement, on_node
 from orchestrator.scaling_policy import WorkerView
@@ -21,6 +23,7 @@ from orchestrator.start_failure import is_refusal, reason_of
 from storage.errors import KeeperRefused
 from storage.keys import Attempt
 from workers.contract import AttemptSpec, WorkerFacts
+from workers.lifeline import LifelineSpec
 
 __all__ = ["NodeParts", "SpawnWorker", "StartKeeper", "Worker", "WorkerGroup", "WorkerLost"]
 
@@ -28,12 +31,15 @@ _log = logging.getLogger(__name__)
 _ADMIT_THREADS = 8
 OUTCOME_CALL_S = 600.0  # one outcome call waits this long in the worker, then is made anew
 MAX_STARTS_PER_NODE = 3  # worker starts that may fail on one node before it is left alone
+_LET_GO_S = 10.0
 
 
 class SpawnWorker(Protocol):
     """Creates one worker actor; `orchestrator.launch` supplies it."""
 
-    def __call__(self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any]) -> Any: ...
+    def __call__(
+        self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any], lifeline: LifelineSpec
+    ) -> Any: ...
 
 
 StartKeeper = Callable[[str], Any]  # node id -> Keeper actor handle; may block
@@ -77,7 +83,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """Keyed by worker id and node id; not thread-safe, owned by the controller."""
+    """Keyed by worker id and node id; not thread-safe, owned by the controller. It closes ``lifelines`` at its end."""
 
     def __init__(
         self,
@@ -86,12 +92,16 @@ class WorkerGroup:
         spawn: SpawnWorker,
         start_keeper: StartKeeper,
         resources_per_worker: dict[str, float],
+        lifelines: Lifelines,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_id = run_id
         self._spawn = spawn
         self._start_keeper = start_keeper
         self._resources = resources_per_worker
+        self.lifelines = lifelines
+        self._letting_go = LettingGo()
+        self._starts_wait_until = 0.0
         self._monotonic = monotonic
         self._nodes: dict[str, NodeParts] = {}
         self._workers: dict[str, Worker] = {}
@@ -113,7 +123,7 @@ class WorkerGroup:
     def _build_node(self, node_id: str, count: int) -> NodeParts:
         agent = NodeAgentActor.options(
             num_cpus=0, max_concurrency=4, max_restarts=0, scheduling_strategy=on_node(node_id)
-        ).remote()
+        ).remote(node_id, self.lifelines.spec)
         placement = NodePlacement(self._run_id, node_id, count, self._resources)
         try:
             keeper = self._start_keeper(node_id)
@@ -143,7 +153,14 @@ class WorkerGroup:
         lost.extend(self._poll_starting())
         return tuple(lost)
 
+    def put_off_starts(self, limit_s: float) -> None:
+        """Start no worker for the next ``limit_s``: a start's imports would take the processors from those that regroup
+        now. 0 ends that."""
+        self._starts_wait_until = self._monotonic() + limit_s
+
     def _spawn_missing(self, max_workers: int, draining: frozenset[str]) -> None:
+        if self._monotonic() < self._starts_wait_until:
+            return
         usable = sum(1 for worker in self._workers.values() if worker.node_id not in draining)
         for parts in self._nodes.values():
             while parts.free_bundles and usable < max_workers and parts.node_id not in draining:
@@ -157,7 +174,13 @@ class WorkerGroup:
         self._num_spawned += 1
         worker_id = f"w{self._num_spawned:03d}-{parts.node_id[:8]}"
         options = parts.placement.actor_options(bundle)
-        actor = self._spawn(worker_id=worker_id, node_id=parts.node_id, keeper=parts.keeper, options=options)
+        actor = self._spawn(
+            worker_id=worker_id,
+            node_id=parts.node_id,
+            keeper=parts.keeper,
+            options=options,
+            lifeline=self.lifelines.spec,
+        )
         self._workers[worker_id] = Worker(
             worker_id=worker_id,
             node_id=parts.node_id,
@@ -194,13 +217,15 @@ class WorkerGroup:
     def forget_node(self, node_id: str) -> None:
         """Let a lost node go: its workers, its placement group, its agent. Its Keeper is dead or will expire."""
         for worker in [w for w in self._workers.values() if w.node_id == node_id]:
-            ray.kill(worker.actor, no_restart=True)
+            self._letting_go.kill(worker.actor)
             del self._workers[worker.worker_id]
         self._give_up_admission(node_id)
         self._refused.pop(node_id, None)
         parts = self._nodes.pop(node_id, None)
         if parts is not None:
-            parts.placement.remove()
+            self._letting_go.kill(parts.agent)
+            self._letting_go.remove(parts.placement)
+        self.lifelines.forget_node(node_id)
 
     def _give_up_admission(self, node_id: str) -> None:
         future = self._admitting.pop(node_id, None)
@@ -277,6 +302,13 @@ class WorkerGroup:
         parts = self._nodes.get(node_id)
         return None if parts is None else parts.agent.ping.remote()
 
+    def ask_living(self, worker_id: str) -> Any | None:
+        """A ref that resolves to the worker's pid if its process lives, else to nothing; None where nobody can tell."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.facts is None or worker.node_id not in self._nodes:
+            return None
+        return self._nodes[worker.node_id].agent.living.remote((worker.facts.pid,))
+
     def fence(self, worker_id: str) -> Any | None:
         """SIGKILL a worker through its node's agent; the ref resolves to the pids still alive (none, if it worked)."""
         worker = self._workers.get(worker_id)
@@ -289,7 +321,7 @@ class WorkerGroup:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
-        ray.kill(worker.actor, no_restart=True)
+        self._letting_go.kill(worker.actor)
         parts = self._nodes.get(worker.node_id)
         if parts is not None:
             parts.free_bundles.append(worker.bundle)
@@ -305,12 +337,14 @@ class WorkerGroup:
         for worker_id in list(self._workers):
             self.remove_worker(worker_id)
         for parts in self._nodes.values():
-            ray.kill(parts.agent, no_restart=True)
-            parts.placement.remove()
+            self._letting_go.kill(parts.agent)
+            self._letting_go.remove(parts.placement)
         self._nodes.clear()
         for node_id in list(self._admitting):
             self._give_up_admission(node_id)
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._letting_go.close(_LET_GO_S)
+        self.lifelines.close()
 
 
 def _discard(admission: Future[NodeParts]) -> None:

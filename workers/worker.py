@@ -25,6 +25,7 @@ from workers.contract import (
     WorkerFacts,
 )
 from workers.errors import CoordinatorUnavailable
+from workers.lifeline import Lifeline, LifelineSpec, Role
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -68,7 +69,11 @@ class WorkerActor:
         keeper: Any,
         train_loop: Callable[[Session], None] | None = None,
         log_level: str = "INFO",
+        lifeline: LifelineSpec | None = None,
     ) -> None:
+        self._lifeline = (
+            None if lifeline is None else Lifeline(lifeline, role=Role.WORKER, name=worker_id, node_id=node_id)
+        )
         from workers.worker_process import WorkerProcess  # loads torch: here, never in the driver that names this class
 
         logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s {worker_id} %(name)s: %(message)s")
@@ -108,8 +113,15 @@ def create_worker(
     train_loop: Callable[[Session], None] | None = None,
     log_level: str = "INFO",
     options: Mapping[str, Any] | None = None,
+    lifeline: LifelineSpec | None = None,
 ) -> Any:
     """Handle of a new worker actor. ``options`` (resources, placement) are Ray's; concurrency is set here."""
     return WorkerActor.options(**(options or {}), max_concurrency=_MAX_CALLS).remote(  # type: ignore[attr-defined]
-        settings, worker_id=worker_id, node_id=node_id, keeper=keeper, train_loop=train_loop, log_level=log_level
+        settings,
+        worker_id=worker_id,
+        node_id=node_id,
+        keeper=keeper,
+        train_loop=train_loop,
+        log_level=log_level,
+        lifeline=lifeline,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.lifelines import Lifelines
 from orchestrator.worker_group import MAX_STARTS_PER_NODE, WorkerGroup, WorkerLost
 from storage.errors import KeeperRefused, StorageError
 
@@ -18,7 +19,13 @@ def unused(*_: object, **__: object) -> Any:
 
 
 def group_where_nodes_fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> WorkerGroup:
-    group = WorkerGroup(run_id="r", spawn=unused, start_keeper=unused, resources_per_worker={"CPU": 1.0})
+    group = WorkerGroup(
+        run_id="r",
+        spawn=unused,
+        start_keeper=unused,
+        resources_per_worker={"CPU": 1.0},
+        lifelines=Lifelines("127.0.0.1"),
+    )
 
     def build(*_: object) -> None:
         raise error
