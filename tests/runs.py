@@ -103,7 +103,7 @@ def make_run(
     directory = folder / "run"
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "chaos", "url": str(directory), "steps": steps},
-        "world": {"min_workers": 1, "max_workers": 4, "start_grace_s": 60.0},
+        "world": {"min_workers": 1, "max_workers": 4, "start_grace_s": 60.0, "join_gain_ratio": 0.0},
         "model": {
             "config": {
                 "model_type": "llama",
