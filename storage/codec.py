@@ -46,12 +46,12 @@ def encode(raw: Buffer, itemsize: int, encoding: Encoding, level: int) -> bytes:
 
 
 def decode(stored: Buffer, raw_bytes: int, itemsize: int, encoding: Encoding) -> bytes | memoryview:
-    """The inverse of `encode`. Raises CodecError unless the result is exactly ``raw_bytes`` long."""
+    """The inverse of `encode`; of "raw" it is ``stored`` itself. Raises CodecError unless it is ``raw_bytes`` long."""
     match encoding:
         case "raw":
             if len(stored) != raw_bytes:
                 raise CodecError(f"{len(stored)} stored bytes, expected {raw_bytes}")
-            return bytes(stored)
+            return stored if isinstance(stored, bytes | memoryview) else bytes(stored)
         case "zstd":
             return decompressed(stored, raw_bytes)
         case "shuffle-zstd":

@@ -7,9 +7,10 @@ has passed its frame's digest.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +30,8 @@ from torch.futures import Future
 from storage.dcp_writer import named_dtype
 from storage.errors import CorruptCheckpoint, ObjectMissing, StorageError
 from storage.frames import decode_frame, read_index
-from storage.manifest import ChunkIndex, Manifest, ShardRecord, TensorLayout
-from storage.sources import ShardLocation, ShardSource
+from storage.manifest import ChunkIndex, Manifest, ShardIndex, ShardRecord, TensorLayout
+from storage.sources import ShardLocation, ShardRange, ShardSource
 from storage.spans import affordable_gap, join_ranges
 
 __all__ = ["ManifestReader"]
@@ -200,11 +201,11 @@ class ManifestReader(StorageReader):
         return chunk
 
     def _read(self, job: _Job) -> None:
+        self._checked(job.record, partial(self._fill, job))
+
+    def _fill(self, job: _Job, fetch: ShardRange) -> None:
         record, step = job.record, self._manifest.step
-        try:
-            content = memoryview(self._source.read_range(self._location(record), job.start, job.stop - job.start))
-        except ObjectMissing as error:
-            raise self._corrupt(record, str(error)) from error
+        content = memoryview(fetch(job.start, job.stop - job.start))
         for piece in job.pieces:
             start, stop = piece.stored
             stored = content[start - job.start : stop - job.start]
@@ -216,13 +217,25 @@ class ManifestReader(StorageReader):
         record = self._records[rank]
         with self._index_locks[rank]:
             if rank not in self._indexes:
-                location = self._location(record)
-                try:
-                    index = read_index(partial(self._source.read_range, location), record, step=self._manifest.step)
-                except ObjectMissing as error:
-                    raise self._corrupt(record, str(error)) from error
+                index = self._checked(record, partial(self._parse, record))
                 self._indexes[rank] = {(chunk.name, chunk.offsets): chunk for chunk in index.chunks}
             return self._indexes[rank]
+
+    def _parse(self, record: ShardRecord, fetch: ShardRange) -> ShardIndex:
+        return read_index(lambda offset, length: bytes(fetch(offset, length)), record, step=self._manifest.step)
+
+    def _checked(self, record: ShardRecord, take: Callable[[ShardRange], T]) -> T:
+        """What ``take`` makes of the Shard; where it refuses the bytes, of another copy of it."""
+        location = self._location(record)
+        try:
+            return take(partial(self._source.read_range, location))
+        except ObjectMissing as error:
+            raise self._corrupt(record, str(error)) from error
+        except CorruptCheckpoint:
+            for copy in self._source.other_copies(location):
+                with contextlib.suppress(StorageError):
+                    return take(copy)
+            raise
 
     def _location(self, record: ShardRecord) -> ShardLocation:
         location = self._locations.get(record.rank)

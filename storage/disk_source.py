@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -19,7 +20,7 @@ import xxhash
 from storage.keys import parse_shard_key
 from storage.manifest import ShardRecord, Tier
 from storage.object_source import ObjectStoreSource
-from storage.sources import ShardLocation
+from storage.sources import ShardLocation, ShardRange
 from storage.spool_files import drop_copy, spool_file
 
 __all__ = ["NearestSource"]
@@ -69,6 +70,11 @@ class NearestSource:
         with self._lock:
             self._bytes_read += length
         return data
+
+    def other_copies(self, location: ShardLocation) -> Iterator[ShardRange]:
+        """The object, where a copy on this disk went bad after it was checked."""
+        if self._copies.get(location.location) is not None:
+            yield partial(self._far.read_range, location)
 
     def _copy(self, key: str) -> int | None:
         record = self._records.get(key)

@@ -172,10 +172,11 @@ def _is_same(one: ShardRecord, other: ShardRecord) -> bool:
 def _locations(
     chosen: ChosenGeneration, places: Sequence[tuple[MemoryPlace, ...]], member_nodes: Sequence[str]
 ) -> Iterator[ShardLocation]:
-    """A Shard comes from its reader's own node only while ranks stay what they were; a reshard reads from peers."""
+    """A rank finds its own Snapshot only while ranks stay what they were; a reshard reads from peers."""
     is_same_size = len(member_nodes) == chosen.world_size
     for rank, held in enumerate(places):
-        is_own = is_same_size and any(place.address.node_id == member_nodes[rank] for place in held)
+        nodes = {place.address.node_id for place in held if not place.is_replica}
+        is_own = is_same_size and member_nodes[rank] in nodes
         address = held[0].address
         yield ShardLocation(
             rank=rank, tier="own-memory" if is_own else "peer-memory", location=f"{address.host}:{address.port}"

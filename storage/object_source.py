@@ -6,10 +6,11 @@ What it returns is unchecked: the reader compares digests.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 from storage.errors import ObjectMissing, StoreUnavailable
 from storage.object_store import ObjectStore
-from storage.sources import ShardLocation
+from storage.sources import ShardLocation, ShardRange
 
 __all__ = ["ObjectStoreSource", "ObjectTooShort"]
 
@@ -51,6 +52,10 @@ class ObjectStoreSource:
         with self._lock:
             self._bytes_read += len(data)
         return data
+
+    def other_copies(self, location: ShardLocation) -> Iterator[ShardRange]:  # noqa: ARG002
+        """None: an object is the last copy there is."""
+        return iter(())
 
     def _check_size(self, key: str, needed: int, error: StoreUnavailable) -> None:
         """A store that answers, with an object too short, is not an outage: the Checkpoint is broken."""

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from storage.codec import digest128
 from storage.commit_log import CommitLog
-from storage.errors import CorruptCheckpoint, ObjectMissing, StorageError
+from storage.errors import CorruptCheckpoint, MemoryUnreadable, ObjectMissing, StorageError
 from storage.events import utc_text
 from storage.history import uncommitted_steps
 from storage.keys import COMMITS, SHARDS, Attempt
@@ -62,13 +62,27 @@ def plan_restore(
     return None
 
 
-def read_manifest(plan: RestorePlan, store: ObjectStore, *, deadline_s: float = 120.0) -> Manifest:
-    """The Manifest that ``plan`` names, checked against the digest in the plan."""
+def read_manifest(plan: RestorePlan, store: ObjectStore | None, *, deadline_s: float = 120.0) -> Manifest:
+    """The Manifest that ``plan`` names, checked against the digest in the plan.
+
+    One from memory comes with its own, and needs no ``store``. Raises CorruptCheckpoint, or MemoryUnreadable.
+    """
+    if plan.memory is not None:
+        try:
+            return _parsed(plan, "the plan", plan.memory.manifest)
+        except CorruptCheckpoint as error:
+            raise MemoryUnreadable(plan.step, 0, "the restore plan", error.reason) from error
+    if store is None:
+        raise StorageError(f"step {plan.step}: the plan names {plan.manifest_key}, and no store to read it from")
     key = plan.manifest_key
     try:
         data = store.get(key, deadline_s=deadline_s)
     except ObjectMissing as error:
         raise CorruptCheckpoint(plan.step, key, "the Manifest is missing") from error
+    return _parsed(plan, key, data)
+
+
+def _parsed(plan: RestorePlan, key: str, data: bytes) -> Manifest:
     if len(data) != plan.manifest_bytes or digest128(data) != plan.manifest_digest:
         raise CorruptCheckpoint(
             plan.step,

@@ -1,11 +1,12 @@
 """The RestorePlan, the one answer to "where do we go on", and the Protocol of a place that Shards are read from.
 
-A plan is chosen once per Attempt, journalled before any rank loads, and names the source of every Shard. Object storage
-is the only source for now; memory and disk Tiers join by another `ShardSource`.
+A plan is chosen once per Attempt, journalled before any rank loads, and names the source of every Shard. Each Tier is
+another `ShardSource`; what they return is unchecked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from storage.keeper_protocol import TransportAddress
 from storage.keys import Attempt, StepKey
 from storage.manifest import Level, Tier
 
-__all__ = ["MemoryPlace", "MemorySource", "RestorePlan", "ShardLocation", "ShardSource"]
+__all__ = ["MemoryPlace", "MemorySource", "RestorePlan", "ShardBytes", "ShardLocation", "ShardRange", "ShardSource"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +77,21 @@ class RestorePlan:
         return max((shard.tier for shard in self.shards), key=order.index, default="object-storage")
 
 
+ShardBytes = bytes | bytearray | memoryview
+ShardRange = Callable[[int, int], ShardBytes]
+"""``(offset, length)`` gives exactly ``length`` bytes of one copy of one Shard object. Raises StorageError."""
+
+
 class ShardSource(Protocol):
     """Reads byte ranges of Shard objects; one implementation per Tier, all of them checked by the reader's digests."""
 
-    def read_range(self, location: ShardLocation, offset: int, length: int) -> bytes:
-        """Exactly ``length`` bytes from ``offset`` of the Shard object. Raises ObjectMissing or StoreUnavailable."""
+    def read_range(self, location: ShardLocation, offset: int, length: int) -> ShardBytes:
+        """Exactly ``length`` bytes from ``offset`` of the Shard object.
+
+        Raises ObjectMissing or StoreUnavailable; MemoryUnreadable where the plan is one from memory.
+        """
+        ...
+
+    def other_copies(self, location: ShardLocation) -> Iterator[ShardRange]:
+        """Every copy in turn, for when what `read_range` gave is not what was sealed. Often none."""
         ...

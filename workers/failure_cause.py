@@ -13,7 +13,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from storage.errors import CorruptCheckpoint, ManifestMismatch, StorageError
+from storage.errors import CorruptCheckpoint, ManifestMismatch, MemoryUnreadable, StorageError
 from storage.keys import StepKey
 from workers.contract import CauseKind, FailureCause
 from workers.data_errors import DataError
@@ -43,6 +43,8 @@ def classify(error: BaseException) -> CauseKind:
         return CauseKind.CORRUPT_CHECKPOINT
     if isinstance(error, ManifestMismatch):
         return CauseKind.CHECKPOINT_MISMATCH
+    if isinstance(error, MemoryUnreadable):
+        return CauseKind.MEMORY
     if isinstance(error, StorageError):
         return CauseKind.STORAGE
     if isinstance(error, DataError):

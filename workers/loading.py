@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from storage.memory_source import MemoryReach
 from storage.open_store import open_store
 from storage.spool_files import spool_directory
 from workers.contract import AttemptSpec, Restored
@@ -82,15 +83,17 @@ def load_state(
     if spec.restore is None:
         seed_rng(settings.seed, spec.rank, 0)
         return state
-    store = open_store(spec.restore.root_url, settings.checkpoint.store)
+    # A step in memory is there while the store is away, and is not to wait for its first connection.
+    is_in_memory = spec.restore.memory is not None
     report = restore(
         state,
         spec.restore,
-        store,
+        None if is_in_memory else open_store(spec.restore.root_url, settings.checkpoint.store),
         rank=spec.rank,
         world_size=spec.world.size,
         seed=settings.seed,
         local_directory=_local_directory(settings, spec),
+        reach=_reach(settings, spec),
     )
     on_restored(
         Restored(
@@ -110,6 +113,13 @@ def _local_directory(settings: WorkerSettings, spec: AttemptSpec) -> Path | None
     if local_disk.mode == "off":
         return None
     return spool_directory(local_disk, settings.run_id, spec.world.members[spec.rank].node_id)
+
+
+def _reach(settings: WorkerSettings, spec: AttemptSpec) -> MemoryReach | None:
+    if spec.memory is None:
+        return None
+    node_id = spec.world.members[spec.rank].node_id
+    return MemoryReach(node_id=node_id, run_id=settings.run_id, key=spec.memory.key)
 
 
 def _meta_model(makers: Makers, template: ModelTemplate | None) -> nn.Module:

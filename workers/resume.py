@@ -18,8 +18,9 @@ from storage.dcp_calls import load_tensors
 from storage.dcp_reader import ManifestReader
 from storage.dcp_writer import named_dtype
 from storage.disk_source import NearestSource
-from storage.errors import ManifestMismatch
+from storage.errors import ManifestMismatch, StorageError
 from storage.manifest import Level, Manifest, TensorLayout, Tier
+from storage.memory_source import MemoryReach, MemoryShardSource
 from storage.object_source import ObjectStoreSource
 from storage.object_store import ObjectStore
 from storage.restore import read_manifest
@@ -61,17 +62,19 @@ class RestoreReport:
 def restore(
     state: TrainingState,
     plan: RestorePlan,
-    store: ObjectStore,
+    store: ObjectStore | None,
     *,
     rank: int,
     world_size: int,
     seed: int = 0,
     deadline_s: float = 120.0,
     local_directory: Path | None = None,
+    reach: MemoryReach | None = None,
 ) -> RestoreReport:
     """Fill ``state`` from the Checkpoint that ``plan`` names; ``local_directory`` may hold copies of its Shards.
 
-    Raises ManifestMismatch before anything is changed, CorruptCheckpoint, or StoreUnavailable.
+    ``store`` None and ``reach`` are for a plan from memory. Raises ManifestMismatch before anything is changed,
+    CorruptCheckpoint, MemoryUnreadable, or StoreUnavailable.
     """
     manifest = read_manifest(plan, store, deadline_s=deadline_s)
     match = compare(state, manifest)
@@ -83,8 +86,7 @@ def restore(
     if plan.levels is not None:
         match, fresh = restricted(match, manifest, plan.levels)
         lines.append(_fresh_line(fresh, plan, rank))
-    far = ObjectStoreSource(store, deadline_s=deadline_s)
-    with NearestSource(far, local_directory, manifest.shards) as source:
+    with _open_source(plan, manifest, store, local_directory, reach, deadline_s) as source:
         loader = _Loader(ManifestReader(manifest, plan.shards, source), manifest)
         loader.load(match.model)
         lines.append(_restore_optimizer(state, manifest, match, loader))
@@ -103,6 +105,21 @@ def restore(
         logger.info("%s", line)
     bound = _warn_of_rounding(manifest, plan.levels, rank)
     return RestoreReport(step=manifest.step, bytes_by_tier=read, reseeded=reseeded, lines=tuple(lines), bound=bound)
+
+
+def _open_source(
+    plan: RestorePlan,
+    manifest: Manifest,
+    store: ObjectStore | None,
+    local_directory: Path | None,
+    reach: MemoryReach | None,
+    deadline_s: float,
+) -> NearestSource | MemoryShardSource:
+    if plan.memory is not None and reach is not None:
+        return MemoryShardSource(plan.memory, plan.source, reach)
+    if store is None:
+        raise StorageError(f"step {plan.step}: neither a store nor a way into memory to read the plan's Shards from")
+    return NearestSource(ObjectStoreSource(store, deadline_s=deadline_s), local_directory, manifest.shards)
 
 
 def _warn_of_rounding(manifest: Manifest, levels: tuple[Level, ...] | None, rank: int) -> float | None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from storage.errors import CorruptCheckpoint, ManifestMismatch, StorageError, StoreUnavailable
+from storage.errors import CorruptCheckpoint, ManifestMismatch, MemoryUnreadable, StorageError, StoreUnavailable
 from storage.keys import Attempt, StepKey
 from workers.contract import CauseKind
 from workers.data_errors import DataError
@@ -36,6 +36,7 @@ LOADED = StepKey(step=40, attempt=Attempt(number=2, nonce="0123abcd"))
         (ManifestMismatch(40, missing=("model.x",)), "CHECKPOINT_MISMATCH"),
         (StoreUnavailable("get", "x", "503"), "STORAGE"),
         (StorageError("refused"), "STORAGE"),
+        (MemoryUnreadable(41, 2, "node x", "gone"), "MEMORY"),
         (DataError("token id 70000", "train-00000.parquet"), "DATA"),
         (AttemptAbandoned("a000001-00000000", "over"), "ABANDONED"),
         (ValueError("in the user's code"), "USER"),
