@@ -30,7 +30,7 @@ __all__ = [
     "TransportAddress",
 ]
 
-KEEPER_PROTOCOL_VERSION = 1
+KEEPER_PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

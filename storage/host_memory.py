@@ -1,0 +1,41 @@
+"""How much memory this node has left for a process: the machine's, or what its container may still take.
+
+Read once, where a Keeper starts; it reserves nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+__all__ = ["available_bytes"]
+
+_GROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), groups: Path = _GROUPS) -> int:
+    """Bytes that can be had without swapping: the kernel's estimate, or what a container's limit leaves."""
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    free = next(int(words[1]) << 10 for words in lines if words and words[0] == "MemAvailable:")
+    limit = _number(groups / "memory.max")  # "max" where there is none
+    used = _number(groups / "memory.current")
+    if limit is None or used is None:
+        return free
+    return max(0, min(free, limit - used + _reclaimable(groups / "memory.stat")))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(path: Path) -> int:
+    """Pages of files that nobody used lately: they count as used, but give way."""
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+        return sum(int(words[1]) for words in pairs if words[0] == "inactive_file")
+    except OSError:
+        return 0
