@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +19,22 @@ __all__ = ["BufferMap", "map_buffer", "map_file"]
 
 
 class BufferMap:
-    """A worker's mappings, kept from Snapshot to Snapshot because mapping cold pages costs more than the copy."""
+    """A worker's mappings, kept from Snapshot to Snapshot because mapping cold pages costs more than the copy.
 
-    def __init__(self, max_buffers: int = 4) -> None:
+    Thread-safe. A rank holds at most three generations and, besides, two Snapshots on their way to the store.
+    """
+
+    def __init__(self, max_buffers: int = 5) -> None:
+        self._lock = threading.Lock()
         self._max_buffers = max_buffers
         self._mappings: OrderedDict[tuple[str, int], mmap.mmap] = OrderedDict()
 
     def open(self, path: str, num_bytes: int) -> memoryview:
         """Writable view of the first ``num_bytes`` of the leased file."""
+        with self._lock:
+            return self._open(path, num_bytes)
+
+    def _open(self, path: str, num_bytes: int) -> memoryview:
         for known, inode in list(self._mappings):
             if not _is_same_file(known, inode):
                 del self._mappings[known, inode]  # else an unlinked buffer's memory would never come back
@@ -44,7 +53,8 @@ class BufferMap:
 
     def close(self) -> None:
         """Forget every mapping; its memory goes when the last view of it goes."""
-        self._mappings.clear()
+        with self._lock:
+            self._mappings.clear()
 
 
 @contextmanager

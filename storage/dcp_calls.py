@@ -1,7 +1,7 @@
-"""Save and load through DCP on one rank alone: no collective, and no exception that slips past ``except Exception``.
+"""Load through DCP on one rank alone: no collective, and no exception that slips past ``except Exception``.
 
 DCP's CheckpointException derives from BaseException; what left a rank is always the first cause inside it. Nothing is
-pickled either way: only tensors are handed to DCP.
+unpickled: only tensors are asked of DCP.
 """
 
 from __future__ import annotations
@@ -14,19 +14,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader
 
-from storage.dcp_writer import TENSORS, RankPlanner
 from storage.errors import StorageError
 
-__all__ = ["load_tensors", "own_errors", "save_tensors"]
-
-
-def save_tensors(tensors: Mapping[str, torch.Tensor], writer: StorageWriter, planner: RankPlanner) -> None:
-    """Hand this rank's part of ``tensors`` to ``writer``."""
-    with own_errors("save"):
-        save({TENSORS: dict(tensors)}, storage_writer=writer, planner=planner, no_dist=True)
+__all__ = ["load_tensors", "own_errors"]
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], reader: StorageReader, planner: LoadPlanner) -> None:

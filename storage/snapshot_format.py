@@ -22,11 +22,14 @@ from storage.manifest import Level
 __all__ = [
     "SNAPSHOT_VERSION",
     "SnapshotHeader",
+    "SnapshotLayout",
     "StagedChunk",
     "assign_offsets",
     "header_digest",
+    "lay_out",
     "read_header",
     "write_header",
+    "write_planned_header",
 ]
 
 SNAPSHOT_VERSION: Final = 1
@@ -35,6 +38,7 @@ _PREFIX: Final = struct.Struct("<8sIQ")
 _DIGEST_BYTES: Final = 8
 _ALIGNMENT: Final = 64
 _LARGEST_OFFSET: Final = (1 << 62) - 1
+_SPARE_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +80,38 @@ class SnapshotHeader:
 _HEADER: Final = TypeAdapter(SnapshotHeader)
 
 
-def assign_offsets(header: SnapshotHeader) -> tuple[SnapshotHeader, int]:
-    """The header with every chunk's place filled in, and the bytes the whole buffer needs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotLayout:
+    """The chunks of Snapshots that differ in their plain state alone: placed, checked and encoded once for all.
+
+    Their headers may take ``room_bytes``; whole buffers have ``num_bytes``.
+    """
+
+    chunks: tuple[StagedChunk, ...]
+    chunks_json: str
+    room_bytes: int
+    num_bytes: int
+
+    def has_room(self, header: SnapshotHeader) -> bool:
+        """Whether the plain state of ``header``, whose own chunks do not count, still fits before the first chunk."""
+        return len(_encode(header, self.chunks_json)) + _PREFIX.size + _DIGEST_BYTES <= self.room_bytes
+
+
+def lay_out(header: SnapshotHeader) -> SnapshotLayout:
+    """Places for the chunks of ``header`` that leave its plain state some room to grow."""
+    placed, num_bytes = assign_offsets(header, spare_bytes=max(_SPARE_BYTES, len(_encode(header, "")) // 4))
+    room = min((chunk.data_offset for chunk in placed.chunks), default=num_bytes)
+    _check_chunks(placed, room, num_bytes)
+    return SnapshotLayout(
+        chunks=placed.chunks, chunks_json=_encode_chunks(placed.chunks), room_bytes=room, num_bytes=num_bytes
+    )
+
+
+def assign_offsets(header: SnapshotHeader, spare_bytes: int = 0) -> tuple[SnapshotHeader, int]:
+    """The header with every chunk's place filled in, ``spare_bytes`` before the first, and the whole buffer's size."""
     # Offsets are numbers in the JSON, so its length depends on them: room is kept for the longest they could be.
-    longest = replace(header, chunks=tuple(replace(chunk, data_offset=_LARGEST_OFFSET) for chunk in header.chunks))
-    end = _PREFIX.size + len(_encode(longest)) + _DIGEST_BYTES
+    longest = tuple(replace(chunk, data_offset=_LARGEST_OFFSET) for chunk in header.chunks)
+    end = _PREFIX.size + len(_encode(header, _encode_chunks(longest))) + _DIGEST_BYTES + spare_bytes
     placed: list[StagedChunk] = []
     for chunk in header.chunks:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -91,12 +122,27 @@ def assign_offsets(header: SnapshotHeader) -> tuple[SnapshotHeader, int]:
 
 def write_header(buffer: bytearray | memoryview, header: SnapshotHeader) -> str:
     """Write ``header`` (offsets assigned) at the start of ``buffer``; returns its xxh3_64 as 16 hex digits."""
-    body = _encode(header)
-    end = _PREFIX.size + len(body) + _DIGEST_BYTES
-    _check_chunks(header, end, len(buffer))
+    body = _encode(header, _encode_chunks(header.chunks))
+    _check_chunks(header, _PREFIX.size + len(body) + _DIGEST_BYTES, len(buffer))
+    return _write(buffer, body)
+
+
+def write_planned_header(buffer: bytearray | memoryview, header: SnapshotHeader, layout: SnapshotLayout) -> str:
+    """`write_header` for a header whose chunks are those of ``layout``; its own are not looked at."""
+    body = _encode(header, layout.chunks_json)
+    if _PREFIX.size + len(body) + _DIGEST_BYTES > layout.room_bytes or len(buffer) < layout.num_bytes:
+        raise StorageError(
+            f"snapshot of step {header.step} rank {header.rank}: {len(body)} bytes of header have "
+            f"{layout.room_bytes} before the first tensor, in a buffer of {len(buffer)} bytes; lay it out anew"
+        )
+    return _write(buffer, body)
+
+
+def _write(buffer: bytearray | memoryview, body: bytes) -> str:
     prefix = _PREFIX.pack(_MAGIC, SNAPSHOT_VERSION, len(body))
     digest = xxhash.xxh3_64(prefix + body)
-    buffer[:end] = prefix + body + digest.digest()
+    whole = prefix + body + digest.digest()
+    buffer[: len(whole)] = whole
     return digest.hexdigest()
 
 
@@ -166,15 +212,21 @@ def _check_block(where: str, chunk: StagedChunk) -> None:
         )
 
 
-def _encode(header: SnapshotHeader) -> bytes:
+def _encode(header: SnapshotHeader, chunks_json: str) -> bytes:
+    """The header as JSON, with its chunks given: they are most of it, and the same from Snapshot to Snapshot."""
     record = {
         "run_id": header.run_id,
         "attempt": {"number": header.attempt.number, "nonce": header.attempt.nonce},
         "step": header.step,
         "rank": header.rank,
         "world_size": header.world_size,
-        "chunks": [{name: getattr(chunk, name) for name in StagedChunk.__slots__} for chunk in header.chunks],
         "shared_state": header.shared_state,
         "rank_state": header.rank_state,
     }
-    return json.dumps(record, separators=(",", ":")).encode()
+    plain = json.dumps(record, separators=(",", ":"))
+    return f'{plain[:-1]},"chunks":{chunks_json}}}'.encode()
+
+
+def _encode_chunks(chunks: tuple[StagedChunk, ...]) -> str:
+    records = [{name: getattr(chunk, name) for name in StagedChunk.__slots__} for chunk in chunks]
+    return json.dumps(records, separators=(",", ":"))

@@ -64,7 +64,7 @@ def capture(state: TrainingState, *, rank: int, world_size: int, rng: bool = Tru
 def _add(tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
     if name in tensors:
         raise ValueError(f"two tensors of the training state are called {name}: rename one of the modules")
-    tensors[name] = tensor.detach()
+    tensors[name] = tensor
 
 
 def _optimizer_state(state: TrainingState, tensors: dict[str, torch.Tensor]) -> JsonValue:

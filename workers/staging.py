@@ -8,18 +8,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from storage.buffer_map import BufferMap
-from storage.dcp_calls import save_tensors
-from storage.dcp_writer import RankPlanner, SnapshotWriter
+from storage.dcp_writer import SnapshotPlanner, copy_chunks, local_parts
 from storage.keeper_protocol import BufferLease, KeeperPort, LeaseRequest, SealedSnapshot
 from storage.keys import Attempt
 from storage.levels import LevelTable
-from storage.snapshot_format import SnapshotHeader
+from storage.snapshot_format import SnapshotHeader, SnapshotLayout, write_planned_header
 from workers.snapshot import Capture
 
-__all__ = ["StageResult", "Stager"]
+__all__ = ["Draft", "StageResult", "Stager"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,42 +42,94 @@ class StageResult:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A Snapshot before its copy: what it says of itself, where each tensor goes, and the living memory of each."""
+
+    header: SnapshotHeader
+    layout: SnapshotLayout
+    parts: dict[str, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.num_bytes
+
+    def fill(self, view: memoryview) -> str:
+        """Copy everything; the digest of the header."""
+        copy_chunks(view, self.layout.chunks, self.parts)
+        return write_planned_header(view, self.header, self.layout)
+
+
 class Stager:
-    """One per process; outlives Attempts, so that mapped pages and the plan stay warm."""
+    """One per process; outlives Attempts, so that mapped pages and the layout stay warm."""
 
     def __init__(self, keeper: KeeperPort, run_id: str, pid: int, levels: LevelTable | None = None) -> None:
         self._keeper = keeper
         self._run_id = run_id
         self._pid = pid
-        self._levels = LevelTable() if levels is None else levels
         self._buffers = BufferMap()
-        self._planner = RankPlanner()
+        self._planner = SnapshotPlanner(LevelTable() if levels is None else levels)
         self._cancelled = threading.Event()
         self._warm_bytes = 0
 
-    def warm(self, capture: Capture, *, attempt: Attempt, step: int, rank: int, world_size: int) -> None:
+    @property
+    def keeper(self) -> KeeperPort:
+        return self._keeper
+
+    @property
+    def buffers(self) -> BufferMap:
+        return self._buffers
+
+    def draft(self, capture: Capture, *, attempt: Attempt, step: int, rank: int, world_size: int) -> Draft:
+        """Find the place of everything in ``capture``. Copies nothing."""
+        header = SnapshotHeader(
+            run_id=self._run_id,
+            attempt=attempt,
+            step=step,
+            rank=rank,
+            world_size=world_size,
+            chunks=(),
+            shared_state=capture.shared_state,
+            rank_state=capture.rank_state,
+        )
+        layout = self._planner.plan(capture.tensors, header)
+        return Draft(header=header, layout=layout, parts=local_parts(capture.tensors))
+
+    def request(self, draft: Draft, *, num_bytes: int | None = None, later: int = 0) -> LeaseRequest:
+        """For a buffer that holds ``draft``, or a Snapshot of ``num_bytes`` that comes ``later`` steps after it."""
+        header = draft.header
+        return LeaseRequest(
+            run_id=self._run_id,
+            attempt=header.attempt,
+            step=header.step + later,
+            rank=header.rank,
+            pid=self._pid,
+            num_bytes=draft.num_bytes if num_bytes is None else num_bytes,
+        )
+
+    def warm(
+        self,
+        capture: Capture,
+        *,
+        attempt: Attempt,
+        step: int,
+        rank: int,
+        world_size: int,
+        num_buffers: int = _NUM_BUFFERS,
+        is_generation: bool = False,
+    ) -> None:
         """Lease, map and give back as many buffers as a rank may use at a time, so that no save meets cold memory.
 
         Does nothing when buffers of that size were warmed before; leaves a Keeper without free memory alone.
         """
-        sizes: list[int] = []
-        header = self._header(capture, attempt=attempt, step=step, rank=rank, world_size=world_size)
-        writer = SnapshotWriter(header, sizes.append, self._give_back, self._buffers, self._levels)
-        save_tensors(capture.tensors, writer, self._planner)
-        if not sizes or sizes[0] <= self._warm_bytes:
+        draft = self.draft(capture, attempt=attempt, step=step, rank=rank, world_size=world_size)
+        if draft.num_bytes <= self._warm_bytes:
             return
-        num_bytes = sizes[0] + sizes[0] // _HEADROOM
+        num_bytes = draft.num_bytes + draft.num_bytes // _HEADROOM
         leases: list[BufferLease] = []
         try:
-            for number in range(_NUM_BUFFERS):
-                request = LeaseRequest(
-                    run_id=self._run_id,
-                    attempt=attempt,
-                    step=step + number,
-                    rank=rank,
-                    pid=self._pid,
-                    num_bytes=num_bytes,
-                )
+            for number in range(num_buffers):
+                request = replace(self.request(draft, num_bytes=num_bytes, later=number), is_generation=is_generation)
                 lease = self._keeper.lease_buffer(request)
                 if lease is None:
                     break
@@ -92,51 +145,38 @@ class Stager:
     ) -> StageResult:
         """Copy ``capture`` and hand it over; after the return the caller may change every tensor."""
         started = time.monotonic()
-        waited_s = 0.0
-        header = self._header(capture, attempt=attempt, step=step, rank=rank, world_size=world_size)
-
-        def lease(num_bytes: int) -> BufferLease | None:
-            nonlocal waited_s
-            asked = time.monotonic()
-            request = LeaseRequest(
-                run_id=self._run_id, attempt=attempt, step=step, rank=rank, pid=self._pid, num_bytes=num_bytes
-            )
-            found = self._wait_for_buffer(request, started + wait_s)
-            waited_s = time.monotonic() - asked
-            return found
-
-        writer = SnapshotWriter(header, lease, self._give_back, self._buffers, self._levels)
-        save_tensors(capture.tensors, writer, self._planner)
-        stall_s = time.monotonic() - started - waited_s
-        if writer.filled is None:
+        draft = self.draft(capture, attempt=attempt, step=step, rank=rank, world_size=world_size)
+        asked = time.monotonic()
+        lease = self._wait_for_buffer(self.request(draft), started + wait_s)
+        waited_s = time.monotonic() - asked
+        if lease is None:
             logger.info("rank %d step %d: no buffer within %.1f s, save skipped", rank, step, wait_s)
-            return StageResult(staged=False, stall_s=stall_s, num_bytes=0)
-        filled = writer.filled
-        self._keeper.seal(
-            SealedSnapshot(
-                lease_id=filled.lease.lease_id,
-                run_id=self._run_id,
-                attempt=attempt,
-                step=step,
-                rank=rank,
-                world_size=world_size,
-                num_bytes=filled.num_bytes,
-                header_digest=filled.header_digest,
-                stall_s=stall_s,
-            )
-        )
-        return StageResult(staged=True, stall_s=time.monotonic() - started - waited_s, num_bytes=filled.num_bytes)
+            return StageResult(staged=False, stall_s=time.monotonic() - started - waited_s, num_bytes=0)
+        digest = self.fill(lease, draft)
+        self._keeper.seal(self.sealed(draft, lease, digest, stall_s=time.monotonic() - started - waited_s))
+        return StageResult(staged=True, stall_s=time.monotonic() - started - waited_s, num_bytes=draft.num_bytes)
 
-    def _header(self, capture: Capture, *, attempt: Attempt, step: int, rank: int, world_size: int) -> SnapshotHeader:
-        return SnapshotHeader(
+    def fill(self, lease: BufferLease, draft: Draft) -> str:
+        """Copy ``draft`` into the leased buffer; the digest of its header. Gives the buffer back when it fails."""
+        try:
+            return draft.fill(self._buffers.open(lease.path, draft.num_bytes))
+        except BaseException:
+            self._keeper.release([lease.lease_id])
+            raise
+
+    def sealed(self, draft: Draft, lease: BufferLease, header_digest: str, *, stall_s: float) -> SealedSnapshot:
+        """The word that ``draft`` lies whole in the leased buffer."""
+        header = draft.header
+        return SealedSnapshot(
+            lease_id=lease.lease_id,
             run_id=self._run_id,
-            attempt=attempt,
-            step=step,
-            rank=rank,
-            world_size=world_size,
-            chunks=(),
-            shared_state=capture.shared_state,
-            rank_state=capture.rank_state,
+            attempt=header.attempt,
+            step=header.step,
+            rank=header.rank,
+            world_size=header.world_size,
+            num_bytes=draft.num_bytes,
+            header_digest=header_digest,
+            stall_s=stall_s,
         )
 
     def cancel(self) -> None:
@@ -158,6 +198,3 @@ class Stager:
             left_s = deadline - time.monotonic()
             if lease is not None or left_s <= 0 or self._cancelled.wait(min(_POLL_S, left_s)):
                 return lease
-
-    def _give_back(self, lease: BufferLease) -> None:
-        self._keeper.release([lease.lease_id])

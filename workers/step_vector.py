@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from workers.contract import BoundOrder, OrderKind
 from workers.reduction import ordered_mean
 
-__all__ = ["NUM_STATISTICS", "StepTotals", "StepVectorLayout"]
+__all__ = ["NUM_REPLICAS_TOLD", "NUM_STATISTICS", "StepTotals", "StepVectorLayout"]
 
 (
     _ORDER_NUMBER,
@@ -27,7 +27,9 @@ __all__ = ["NUM_STATISTICS", "StepTotals", "StepVectorLayout"]
     _MEMORY_STALL_S,
     _NUM_REPLICATED,
 ) = range(10)
-_STATISTICS = 10
+NUM_REPLICAS_TOLD = 3
+"""Of how many Snapshots in memory a vector says whether they have their replicas: as many as a rank holds."""
+_STATISTICS = _NUM_REPLICATED + NUM_REPLICAS_TOLD
 NUM_STATISTICS = 8
 """Reserved words for training statistics; zero for now."""
 _LOSSES = _STATISTICS + NUM_STATISTICS
@@ -38,9 +40,9 @@ _NO_ORDER = BoundOrder(number=0, kind=OrderKind.NONE, step=0)
 class StepTotals:
     """The summed vector of one step, taken apart. ``mean_step`` tells whether all ranks meant the same step.
 
-    ``memory_step``: the step that rank 0 binds for the next Snapshot in memory, 0: none. ``num_replicated``: ranks
-    whose newest Snapshot in memory has its replica. ``compute_s``: by rank, its own computing time in this step,
-    waiting for others left out; 0 where it was not measured.
+    ``memory_step``: the step that rank 0 binds for the next Snapshot in memory, 0: none. ``num_replicated``: of the
+    newest Snapshots in memory, newest first, on how many ranks each has its replica. ``compute_s``: by rank, its own
+    computing time in this step, waiting for others left out; 0 where it was not measured.
     """
 
     order: BoundOrder
@@ -52,7 +54,7 @@ class StepTotals:
     leaf_digests: tuple[int, ...]
     memory_step: int = 0
     memory_stall_s: float = 0.0
-    num_replicated: int = 0
+    num_replicated: tuple[int, ...] = (0,) * NUM_REPLICAS_TOLD
     compute_s: tuple[float, ...] = ()
 
 
@@ -87,13 +89,14 @@ class StepVectorLayout:
         digests: Mapping[int, int],
         rank: int = 0,
         compute_s: float = 0.0,
-        is_replicated: bool = False,
+        replicated: Sequence[bool] = (),
     ) -> list[float]:
         """What every rank adds without asking its device: the step, the digests of its own leaves by index, how long
-        it computed, and whether its newest Snapshot in memory has its replica."""
+        it computed, and whether its newest Snapshots in memory have their replicas, newest first."""
         words = [0.0] * self.size
         words[_STEP_WORD] = float(step)
-        words[_NUM_REPLICATED] = float(is_replicated)
+        for index, is_replicated in enumerate(replicated[:NUM_REPLICAS_TOLD]):
+            words[_NUM_REPLICATED + index] = float(is_replicated)
         words[self.compute_slot(rank)] = compute_s
         for leaf_index, digest in digests.items():
             words[self.digest_slot(leaf_index)] = float(digest)
@@ -133,7 +136,7 @@ class StepVectorLayout:
             leaf_digests=tuple(int(word) for word in words[_LOSSES + self.num_leaves : digests_end]),
             memory_step=int(words[_MEMORY_STEP]),
             memory_stall_s=words[_MEMORY_STALL_S],
-            num_replicated=int(words[_NUM_REPLICATED]),
+            num_replicated=tuple(int(word) for word in words[_NUM_REPLICATED:_STATISTICS]),
             compute_s=tuple(words[digests_end:]),
         )
 

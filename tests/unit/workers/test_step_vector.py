@@ -26,7 +26,7 @@ def summed_over(world_size: int, losses: list[float], digests: list[int]) -> Ste
             digests={leaf: digests[leaf] for leaf in own},
             rank=rank,
             compute_s=rank + 0.5,
-            is_replicated=rank != 1,
+            replicated=(rank != 1, True),
         )
         for leaf in own:
             words[layout.loss_slot(leaf)] = losses[leaf]
@@ -50,7 +50,7 @@ def test_the_sum_says_the_same_bits_at_any_world_size() -> None:
     for world_size in (2, 3, 4, 9):
         totals = summed_over(world_size, losses, digests)
         assert totals.compute_s == tuple(rank + 0.5 for rank in range(world_size))
-        assert totals.num_replicated == world_size - 1
+        assert totals.num_replicated == (world_size - 1, world_size, 0)
         same = replace(totals, compute_s=alone.compute_s, num_replicated=alone.num_replicated)
         assert same == alone
 

@@ -1,0 +1,95 @@
+"""When all ranks keep a Snapshot in memory, and which of these steps is known to be whole everywhere.
+
+Pure, and equal on all ranks but for `bind`, which is rank 0's: like an Order, the next such step is bound two steps
+ahead and learned from the step vector. It takes no Snapshot and asks no Keeper.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from storage.config import MemoryConfig
+from workers.order_plan import BIND_AHEAD
+from workers.step_vector import NUM_REPLICAS_TOLD
+
+__all__ = ["MemoryCadence"]
+
+_REMEMBERED = 8
+_MAX_SPACING = 1000
+_MAX_LAG = 64
+
+
+class MemoryCadence:
+    """One Attempt's. Call order at the end of a step: `told` and `bind`, `learn` (older vectors), `reach`."""
+
+    def __init__(self, config: MemoryConfig, *, base_step: int, total_steps: int, world_size: int) -> None:
+        self._config, self._total_steps, self._world_size = config, total_steps, world_size
+        # The vector of the first step is read too late to speak of the two that follow the base.
+        standing = range(base_step + 1, base_step + 1 + (BIND_AHEAD if config.every_steps == 1 else 1))
+        self._planned = {step for step in standing if step <= total_steps}
+        self._last_bound = max(self._planned, default=base_step)
+        self._due: deque[int] = deque(maxlen=_REMEMBERED)
+        self._safe_step = -1
+        self._lag = 1
+        self._stalls: deque[float] = deque(maxlen=3)
+        self._steps_s: deque[float] = deque(maxlen=5)
+
+    @property
+    def safe_step(self) -> int:
+        """The newest step of which every rank has a Snapshot in memory and a replica of it; -1: none."""
+        return self._safe_step
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that all ranks were to keep in memory; -1: none."""
+        return self._due[-1] if self._due else -1
+
+    def reach(self, step: int, *, is_ordered: bool = False) -> bool:
+        """Whether a Snapshot of ``step`` belongs into memory: it is due, or one is taken for an Order anyway."""
+        is_due = step in self._planned or is_ordered
+        self._planned.discard(step)
+        if is_due:
+            self._due.append(step)
+        return is_due
+
+    def told(self, step: int) -> tuple[int, ...]:
+        """The steps, newest first, whose replicas the vector of ``step`` speaks of."""
+        return tuple(due for due in reversed(self._due) if due < step)[:NUM_REPLICAS_TOLD]
+
+    def learn(self, step: int, memory_step: int, num_replicated: Sequence[int]) -> None:
+        """Take in what the vector of ``step`` said."""
+        if memory_step > step:
+            self._planned.add(memory_step)
+        told = self.told(step)
+        for due, count in zip(told, num_replicated, strict=False):
+            if count == self._world_size and due > self._safe_step:
+                self._safe_step, self._lag = due, step - due
+                return
+        if told and told[0] > self._safe_step:
+            self._lag = min(_MAX_LAG, max(self._lag, step - told[0] + 1))
+
+    def note_stall(self, stall_s: float) -> None:
+        """How long rank 0 stood still for its newest Snapshot in memory."""
+        self._stalls.append(stall_s)
+
+    def bind(self, step: int, step_s: float) -> int:
+        """Rank 0, at the end of ``step``: the step after next if a Snapshot of it is to be kept in memory, else 0."""
+        self._steps_s.append(step_s)
+        target, spacing = step + BIND_AHEAD, self._spacing()
+        if spacing is None or target > self._total_steps or target - self._last_bound < spacing:
+            return 0
+        self._last_bound = target
+        return target
+
+    def _spacing(self) -> int | None:
+        """Steps from one to the next: as few as the settings allow, and enough for replicas to be made meanwhile."""
+        if self._config.every_steps is not None:
+            return max(self._config.every_steps, self._lag)
+        if not self._stalls:
+            return None  # what the first one costs is not known yet
+        allowed_s = self._config.max_slowdown * statistics.median(self._steps_s)
+        wanted = math.ceil(min(self._stalls) / allowed_s) if allowed_s > 0 else _MAX_SPACING
+        return max(1, self._lag, min(wanted, _MAX_SPACING))
