@@ -33,6 +33,7 @@ from storage.transport_wire import (
     Reply,
     Request,
     Verdict,
+    receive_bulk,
     receive_into,
     send_all,
     wait_for,
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 STALL_S: Final = 10.0
 
-_PIECE: Final = 1 << 20
+_PIECE: Final = 1 << 21
 _BURST_S: Final = 0.05
 _MAX_IDLE: Final = 8
 _BUSY_WAIT_S: Final = 0.05
@@ -181,7 +182,7 @@ class ReplicaClient:
             if reply.verdict == "bytes":
                 data = bytearray(length)
                 with memoryview(data) as view:
-                    receive_into(channel.sock, view, Deadline(math.inf, silence_s=self._deadline_s))
+                    receive_bulk(channel.sock, view, Deadline(math.inf, silence_s=self._deadline_s))
             is_usable = True
         finally:
             if not is_usable or not self._keep_idle(channel):

@@ -28,7 +28,7 @@ from storage.transport_wire import (
     Put,
     Reply,
     Request,
-    receive_into,
+    receive_bulk,
     send_all,
     wait_for,
 )
@@ -37,7 +37,7 @@ __all__ = ["TransportLimits", "TransportServer"]
 
 logger = logging.getLogger(__name__)
 
-_PIECE: Final = 1 << 20  # still in the processor's cache when the digest is made
+_PIECE: Final = 1 << 21  # still in the processor's cache when the digest is made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class TransportServer:
                 raise ValueError(f"the holder made room of {view.nbytes} bytes for {ref}")
             for start in range(0, ref.num_bytes, _PIECE):
                 with view[start : start + _PIECE] as piece:
-                    receive_into(sock, piece, deadline)
+                    receive_bulk(sock, piece, deadline)
                     digest.update(piece)
         return digest.hexdigest()
 

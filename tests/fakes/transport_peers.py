@@ -1,0 +1,78 @@
+"""Peers of the transport that do the handshake properly and then whatever the test says; nothing of them is hidden."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from storage.keeper_protocol import TransportAddress
+from storage.transport_wire import (
+    HELLO_BYTES,
+    MAGIC,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Channel,
+    Deadline,
+    Handshake,
+    Verdict,
+    receive_into,
+)
+
+__all__ = ["WAIT_S", "call", "scripted_server", "soon", "take"]
+
+WAIT_S = 20.0
+
+
+def soon() -> Deadline:
+    return Deadline(WAIT_S)
+
+
+def take(sock: socket.socket, num_bytes: int) -> bytes:
+    buffer = bytearray(num_bytes)
+    receive_into(sock, memoryview(buffer), soon())
+    return bytes(buffer)
+
+
+def call(address: TransportAddress, key: bytes, run_id: str) -> Channel:
+    """A connection to a server, welcomed."""
+    sock = socket.create_connection((address.host, address.port), timeout=WAIT_S)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    sock.sendall(MAGIC + nonce)
+    handshake = Handshake(key, run_id, nonce, take(sock, NONCE_BYTES))
+    sock.sendall(handshake.client_proof())
+    assert take(sock, 1 + PROOF_BYTES) == Verdict.WELCOME + handshake.server_proof(Verdict.WELCOME)
+    return Channel(sock, handshake.session_key(), is_client=True)
+
+
+@contextmanager
+def scripted_server(
+    key: bytes, run_id: str, *scripts: Callable[[Channel], None], welcome: Callable[[Handshake], bytes] | None = None
+) -> Iterator[TransportAddress]:
+    """Serves one connection with each of ``scripts``, one after the other; each is closed when its script ends.
+
+    ``welcome``: what is sent for the answer instead of the true one.
+    """
+
+    def serve() -> None:
+        for script in scripts:
+            sock, _ = listener.accept()
+            with sock:
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                hello = take(sock, HELLO_BYTES)
+                sock.sendall(nonce)
+                handshake = Handshake(key, run_id, hello[len(MAGIC) :], nonce)
+                take(sock, PROOF_BYTES)
+                true = Verdict.WELCOME + handshake.server_proof(Verdict.WELCOME)
+                sock.sendall(true if welcome is None else welcome(handshake))
+                script(Channel(sock, handshake.session_key(), is_client=False))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(WAIT_S)
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield TransportAddress(node_id="n9", host="127.0.0.1", port=listener.getsockname()[1])
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "the script did not end"
