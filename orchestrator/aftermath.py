@@ -73,6 +73,14 @@ class Aftermath:
         except LeaseHeld as error:
             return Stop(exit_code=ExitCode.REFUSED, reason=str(error))
 
+    def write_once(self, kind: str, **values: Any) -> str | None:
+        """One entry, not tried again: whoever asks for it would rather hear why it could not be written."""
+        try:
+            self._journal.append_counters(kind, self._counters, deadline_s=_LAST_WORD_S, **values)
+        except StorageError as error:
+            return f"it could not be written to the Journal: {error}"
+        return None
+
     def write_end(self, stop: Stop) -> None:
         """The driver's last entry, which no store may hold up for long."""
         if stop.exit_code is ExitCode.REFUSED:

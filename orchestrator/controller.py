@@ -21,9 +21,10 @@ from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.recorder import Recorder
+from orchestrator.request_work import Desk, RequestWork
 from orchestrator.resume import Resume
 from orchestrator.scaling_policy import WorkerView
-from orchestrator.sizing import Sizing
+from orchestrator.sizing import SCALE, Sizing
 from orchestrator.states import State, checked_move
 from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
@@ -63,6 +64,8 @@ class Controller:
         recorder: Recorder,
         rendezvous: Callable[[], tuple[str, int]],
         resume: Resume,
+        desk: Desk,
+        ask_cluster: Callable[[int], None],
         stop_requested: threading.Event,
         lease_lost: threading.Event,
         first_attempt_number: int,
@@ -88,7 +91,7 @@ class Controller:
             group=group,
             watcher=watcher,
             recorder=recorder,
-            take_signals=lambda: self._store.take_signals(),
+            take_signals=self._take_news,
             asked_to_stop=self._asked_to_stop,
         )
         self._store: StoreWaits = StoreWaits(
@@ -107,6 +110,21 @@ class Controller:
             recorder=recorder,
             store=self._store,
         )
+
+        sizing, aftermath = self._sizing, self._aftermath
+        self._requests = RequestWork(
+            desk=desk,
+            sizing=sizing,
+            record=recorder,
+            total_steps=config.run.steps,
+            may_order=lambda: self._state is State.RUNNING,
+            submit_snapshot=coordinator.submit_snapshot,
+            keep_size=lambda workers: aftermath.write_once(SCALE, **sizing.as_entry(workers)),
+            ask_cluster=lambda: ask_cluster(sizing.num_workers),
+            stop=stop_requested.set,
+        )
+        recorder.listen(self._requests.on_signal)
+        ask_cluster(sizing.num_workers)
 
     def run(self) -> RunEnd:
         """Attempt after Attempt until a Stop."""
@@ -130,6 +148,11 @@ class Controller:
                 digest = end.weights_digest if isinstance(end, Finished) else None
                 return self._end(decision, digest)
             cause = decision.cause
+
+    def _take_news(self) -> None:
+        """What the coordinator saw, and what people ask for."""
+        self._store.take_signals()
+        self._requests.tick()
 
     def _asked_to_stop(self) -> Stop | None:
         if self._lease_lost.is_set():
@@ -256,6 +279,7 @@ class Controller:
         self._store.take_signals()
         self._move(State.ENDED)
         self._aftermath.write_end(stop)
+        self._requests.end(stop.reason, is_stop=stop.exit_code is ExitCode.STOPPED)
         return RunEnd(exit_code=stop.exit_code, reason=stop.reason, weights_digest=weights_digest)
 
     def _move(self, following: State) -> None:

@@ -38,6 +38,7 @@ from orchestrator.node_watcher import NodeWatcher
 from orchestrator.options import DriverOptions
 from orchestrator.preflight import check_before_start
 from orchestrator.recorder import Recorder
+from orchestrator.requests import RequestDesk
 from orchestrator.resume import Resume, parse_resume
 from orchestrator.run_identity import find_run_id, open_run_record
 from orchestrator.worker_group import WorkerGroup
@@ -176,9 +177,9 @@ class _Driver:
             lifelines=Lifelines(ray.util.get_node_ip_address()),
         )
         watcher = NodeWatcher()
-        world = self._config.world
-        request_resources(bundles=[world.resources_per_worker] * world.max_workers)
+        desk = RequestDesk(self._one_try, self._nonce)
         try:
+            desk.start()
             controller = Controller(
                 run_id=self._run_id,
                 config=self._config,
@@ -190,17 +191,24 @@ class _Driver:
                 recorder=Recorder(record.sink, start_unix_s=record.start_unix_s, newest_step=record.newest_step),
                 rendezvous=meeting_point.address,
                 resume=resume,
+                desk=desk,
+                ask_cluster=self._ask_cluster,
                 stop_requested=stop,
                 lease_lost=lease_lost,
                 first_attempt_number=first_number,
             )
             return controller.run()
         finally:
+            desk.close()
             request_resources(bundles=[])  # an autoscaler may let the nodes go
             watcher.close()
             group.close()
             crew.close()
             meeting_point.close()
+
+    def _ask_cluster(self, num_workers: int) -> None:
+        """Tell an autoscaler, where there is one, what is wanted."""
+        request_resources(bundles=[self._config.world.resources_per_worker] * num_workers)
 
     def _spawn(
         self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any], lifeline: LifelineSpec

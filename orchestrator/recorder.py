@@ -56,6 +56,11 @@ class Recorder:
         """Tell ``listener`` every Signal once it is recorded."""
         self._listeners.append(listener)
 
+    @property
+    def world_size(self) -> int:
+        """Of the newest Attempt; 0 before the first."""
+        return self._world_size
+
     def since_start_s(self, unix_s: float) -> float:
         """A wall-clock time as seconds since the Run's start, as events give it."""
         return round(unix_s - self._start_unix_s, 6)
