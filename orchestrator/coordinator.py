@@ -36,7 +36,7 @@ from storage.errors import CommitRefused, StorageError, StoreUnavailable
 from storage.keys import LEASES, Attempt, StepKey
 from storage.manifest import Receipt
 from storage.sources import RestorePlan
-from workers.contract import ExchangeReply, ExchangeRequest, Order, OrderKind
+from workers.contract import BoundOrder, ExchangeReply, ExchangeRequest, Order, OrderKind
 
 __all__ = ["Coordinator"]
 
@@ -74,6 +74,7 @@ class Coordinator:
         self._signals: deque[Signal] = deque(maxlen=_MAX_SIGNALS)
         self._order: Order | None = None
         self._num_orders = 0
+        self._parted = 0  # the last Order to part that ranks were heard to have bound
         self._reasons: dict[int, str] = {0: "cadence"}
         self._newest_step = 0
         self._losses: dict[int, float] = {}
@@ -107,10 +108,13 @@ class Coordinator:
         except StorageError as error:
             _log.warning("what earlier Attempts left stays for now: %s", error)
 
-    def submit_leave(self, reason: str) -> int:
-        """Order all ranks to snapshot and leave as soon as they can; returns the Order's number."""
+    def submit_leave(self, reason: str, kind: OrderKind = OrderKind.LEAVE) -> int:
+        """Order all ranks to snapshot and leave as soon as they can; returns the Order's number.
+
+        ``kind`` PART: the Snapshot stays in memory, and no Checkpoint of its step is to be expected.
+        """
         with self._lock:
-            return self._issue(OrderKind.LEAVE, reason).number
+            return self._issue(kind, reason).number
 
     def submit_snapshot(self, reason: str) -> int:
         """Order a Snapshot on demand."""
@@ -220,6 +224,9 @@ class Coordinator:
             self._metrics[evaluation.step] = evaluation.loss
             self._signals.append(Evaluated(attempt=request.attempt, report=evaluation))
         for bound in request.bound:
+            if bound.kind is OrderKind.PART:
+                self._note_part(request.attempt, bound)
+                continue
             if not self._pending.expect(bound.step):
                 continue
             self._last_save_at = self._monotonic()
@@ -234,6 +241,13 @@ class Coordinator:
         for table in (self._losses, self._ledgers, self._metrics):
             for step in [s for s in table if s < horizon]:
                 del table[step]
+
+    def _note_part(self, attempt: Attempt, bound: BoundOrder) -> None:
+        """No Receipt will come of it: its Snapshot stays in memory."""
+        if bound.number != self._parted:
+            self._parted = bound.number
+            reason = self._reasons.get(bound.number, "order")
+            self._signals.append(SaveBound(attempt=attempt, bound=bound, reason=reason))
 
     def _consult_policy(self) -> None:
         facts = SaveFacts(

@@ -24,7 +24,7 @@ from storage.keys import Attempt, StepKey
 from storage.manifest import Receipt
 from storage.open_store import open_store
 from storage.sources import RestorePlan
-from workers.contract import ExchangeReply, ExchangeRequest
+from workers.contract import ExchangeReply, ExchangeRequest, OrderKind
 
 __all__ = ["MAX_CALLS", "CoordinatorActor", "CoordinatorShell", "coordinator_name", "utc_now"]
 
@@ -90,8 +90,8 @@ class CoordinatorShell:
     def begin_attempt(self, attempt: Attempt, world_size: int, base_step: int) -> None:
         self._coordinator.begin_attempt(attempt, world_size=world_size, base_step=base_step)
 
-    def submit_leave(self, reason: str) -> int:
-        return self._coordinator.submit_leave(reason)
+    def submit_leave(self, reason: str, kind: OrderKind = OrderKind.LEAVE) -> int:
+        return self._coordinator.submit_leave(reason, kind)
 
     def submit_snapshot(self, reason: str) -> int:
         return self._coordinator.submit_snapshot(reason)

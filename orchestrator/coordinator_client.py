@@ -9,6 +9,7 @@ import ray
 from orchestrator.signals import Signal
 from storage.keys import Attempt, StepKey
 from storage.sources import RestorePlan
+from workers.contract import OrderKind
 
 __all__ = ["CoordinatorClient"]
 
@@ -25,8 +26,8 @@ class CoordinatorClient:
     def begin_attempt(self, attempt: Attempt, world_size: int, base_step: int) -> None:
         ray.get(self.actor.begin_attempt.remote(attempt, world_size, base_step), timeout=_CALL_S)
 
-    def submit_leave(self, reason: str) -> int:
-        return int(ray.get(self.actor.submit_leave.remote(reason), timeout=_CALL_S))
+    def submit_leave(self, reason: str, kind: OrderKind = OrderKind.LEAVE) -> int:
+        return int(ray.get(self.actor.submit_leave.remote(reason, kind), timeout=_CALL_S))
 
     def submit_snapshot(self, reason: str) -> int:
         return int(ray.get(self.actor.submit_snapshot.remote(reason), timeout=_CALL_S))

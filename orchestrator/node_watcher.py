@@ -25,6 +25,7 @@ class NodeView:
     is_alive: bool
     resources: dict[str, float]
     drain_deadline_at_s: float | None = None
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ def look() -> ClusterView:
             is_alive=bool(row["Alive"]),
             resources=dict(row.get("Resources", {})),
             drain_deadline_at_s=None if deadline is None else deadline / 1000.0,
+            labels=dict(row.get("Labels") or {}),
         )
     return ClusterView(nodes=nodes)
 

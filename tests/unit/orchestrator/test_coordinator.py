@@ -11,7 +11,7 @@ import pytest
 from orchestrator.committer import Committer
 from orchestrator.coordinator import Coordinator
 from orchestrator.patient_store import PatientStore
-from orchestrator.signals import Committed, SaveDelayed, SaveFailed, SaveSkipped, StepFinished
+from orchestrator.signals import Committed, SaveBound, SaveDelayed, SaveFailed, SaveSkipped, StepFinished
 from storage.commit_log import CommitLog
 from storage.config import CheckpointConfig
 from storage.errors import CommitRefused, ObjectMissing, StoreUnavailable
@@ -319,3 +319,21 @@ def test_commits_that_wait_for_the_store_keep_no_newer_snapshot_away_and_only_th
     assert [commit.step for commit in log.all_commits()] == [10, 40, 50]
     failed = [(s.step, s.reason.split(":")[0]) for s in coordinator.drain_signals() if isinstance(s, SaveFailed)]
     assert failed == [(20, "superseded by step 40"), (30, "superseded by step 50")]
+
+
+def test_an_order_to_part_is_told_once_and_no_checkpoint_is_expected_of_it() -> None:
+    coordinator, log, _ = make()
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    number = coordinator.submit_leave("a node joins", OrderKind.PART)
+    order = coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(1),))).order
+    assert order is not None
+    assert (order.number, order.kind) == (number, OrderKind.PART)
+    bound = BoundOrder(number=number, kind=OrderKind.PART, step=4)
+    for _ in range(2):  # a call that failed may have arrived
+        coordinator.exchange(ExchangeRequest(attempt=FIRST, bound=(bound,)))
+    assert coordinator.pending() == {}
+    assert coordinator.wait_settled(None, 0.0)
+    said = [s for s in coordinator.drain_signals() if isinstance(s, SaveBound)]
+    assert [(s.bound, s.reason) for s in said] == [(bound, "a node joins")]
+    assert log.commits() == []
+    coordinator.close()
