@@ -91,6 +91,7 @@ def wait_for(sock: socket.socket, event: Literal["read", "write"], deadline: Dea
     """Until the socket can be read or written (or has failed). Raises TimeoutError."""
     wait_s = deadline.wait_s()
     if not _poll(sock, event, wait_s):
+        deadline.wait_s()  # says so when it was this that ended
         raise TimeoutError(f"nothing moved for {wait_s:.3g} s")
 
 
