@@ -46,8 +46,10 @@ class FaultKind(StrEnum):
     CORRUPT_CHECKPOINT = "corrupt-checkpoint"
     MISMATCH = "checkpoint-mismatch"
     STORAGE = "storage-error"
+    MEMORY = "memory-unreadable"
 
 
+_OF_THE_LOST = frozenset({CauseKind.STORAGE, CauseKind.MEMORY})  # a member that is gone may well be the reason
 _LOOPING = frozenset({FaultKind.WORKER_LOST, FaultKind.HANG, FaultKind.COLLECTIVE})
 
 
@@ -100,6 +102,7 @@ def _root_cause(outcomes: Sequence[Outcome]) -> FailureCause | None:
         CauseKind.DATA,
         CauseKind.OUT_OF_MEMORY,
         CauseKind.USER,
+        CauseKind.MEMORY,
         CauseKind.STORAGE,
     ]
     causes = [o.cause for o in outcomes if o.kind is OutcomeKind.FAILED and o.cause is not None]
@@ -122,12 +125,13 @@ def classify(facts: AttemptFacts) -> Fault:
 def _classify(facts: AttemptFacts) -> Fault:
     root = _root_cause(facts.outcomes)
     gone = bool(facts.lost_nodes or facts.lost_workers)
-    if root is not None and not (gone and root.kind is CauseKind.STORAGE):
+    if root is not None and not (gone and root.kind in _OF_THE_LOST):
         where = f"rank {root.rank}, step {root.step}: {root.error_type}: {root.message}"
         kinds = {
             CauseKind.CORRUPT_CHECKPOINT: FaultKind.CORRUPT_CHECKPOINT,
             CauseKind.CHECKPOINT_MISMATCH: FaultKind.MISMATCH,
             CauseKind.STORAGE: FaultKind.STORAGE,
+            CauseKind.MEMORY: FaultKind.MEMORY,
             CauseKind.OUT_OF_MEMORY: FaultKind.OUT_OF_MEMORY,
         }
         return Fault(kind=kinds.get(root.kind, FaultKind.USER_ERROR), detail=where, root=root)
@@ -176,6 +180,9 @@ def decide_after_fault(
             if counters.fruitless >= MAX_CORRUPT_ATTEMPTS:
                 reason = f"{counters.fruitless} Checkpoints in a row could not be read; last: {fault.detail}"
                 return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=reason), counters
+            return Regroup(cause=fault.kind.value, reason=fault.detail), counters
+        case FaultKind.MEMORY if counters.fruitless < MAX_FRUITLESS_ATTEMPTS:
+            # Nobody's fault and nothing lost: that generation is not planned with again, and few are held.
             return Regroup(cause=fault.kind.value, reason=fault.detail), counters
         case FaultKind.USER_ERROR:
             return _after_user_error(fault, counters, config)

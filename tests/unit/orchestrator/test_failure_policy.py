@@ -138,3 +138,50 @@ def test_ranks_that_cannot_load_in_an_outage_use_up_no_budget_at_all() -> None:
         decision, counters = decide_after_fault(fault, counters, config, steps_finished=0, steps_kept=0)
         assert isinstance(decision, Regroup)
     assert (counters.fruitless, counters.infrastructure, counters.user_errors) == (2, 0, 0)
+
+
+def test_memory_that_runs_out_is_its_own_cause_and_not_hidden_by_the_echoes_or_errors_it_sets_off() -> None:
+    starved = failed(1, CauseKind.OUT_OF_MEMORY, "MemoryError", "no 2 GiB", step=41)
+    fault = classify(AttemptFacts(outcomes=(failed(0, CauseKind.COLLECTIVE), failed(2, CauseKind.USER), starved)))
+    assert fault.kind is FaultKind.OUT_OF_MEMORY
+    assert fault.detail == "rank 1, step 41: MemoryError: no 2 GiB"
+    assert fault.root == starved.cause
+
+
+def test_a_worker_that_rays_memory_monitor_killed_ran_out_of_memory() -> None:
+    fault = classify(AttemptFacts(lost_workers=("w1",), starved_workers=("w1",)))
+    assert (fault.kind, "w1" in fault.detail) == (FaultKind.OUT_OF_MEMORY, True)
+    assert classify(AttemptFacts(lost_nodes=("n1",), starved_workers=("w1",))).kind is FaultKind.NODE_LOST
+
+
+def test_out_of_memory_costs_no_user_error_but_the_same_step_twice_ends_the_run_with_advice() -> None:
+    config = FailureConfig(max_user_errors=0, max_infrastructure=9)
+
+    def after(step: int, counters: Counters) -> tuple[Regroup | Stop, Counters]:
+        fault = classify(AttemptFacts(outcomes=(failed(0, CauseKind.OUT_OF_MEMORY, "MemoryError", step=step),)))
+        return decide_after_fault(fault, counters, config, steps_finished=3, steps_kept=0)
+
+    first, counters = after(41, Counters())
+    assert isinstance(first, Regroup)
+    assert (first.cause, counters.infrastructure, counters.user_errors) == ("out-of-memory", 1, 0)
+    elsewhere, counters = after(50, counters)
+    assert isinstance(elsewhere, Regroup)
+    again, counters = after(50, counters)
+    assert isinstance(again, Stop)
+    assert again.exit_code is ExitCode.USER_ERROR
+    assert "out of memory at the same step twice: rank 0, step 50" in again.reason
+    assert "data.micro_batch" in again.reason
+
+
+def test_memory_that_cannot_be_read_charges_no_budget_unless_a_member_is_gone() -> None:
+    outcomes = (failed(1, CauseKind.MEMORY, "MemoryUnreadable"), failed(0, CauseKind.COLLECTIVE))
+    fault = classify(AttemptFacts(outcomes=outcomes))
+    assert fault.kind is FaultKind.MEMORY
+    config = FailureConfig(max_infrastructure=0)
+    decision, counters = decide_after_fault(fault, Counters(), config, steps_finished=0, steps_kept=0)
+    assert decision == Regroup(cause="memory-unreadable", reason=fault.detail)
+    assert (counters.infrastructure, counters.storage_errors, counters.fruitless) == (0, 0, 1)
+    assert classify(AttemptFacts(outcomes=outcomes, lost_nodes=("n1",))).kind is FaultKind.NODE_LOST
+    last = Counters(fruitless=MAX_FRUITLESS_ATTEMPTS - 1)
+    decision, _ = decide_after_fault(fault, last, FailureConfig(), steps_finished=0, steps_kept=0)
+    assert isinstance(decision, Stop)
