@@ -1,4 +1,4 @@
-"""The chaos schedule: which fault is injected at which step, and on which node. Pure: the supervisor carries it out.
+"""The chaos schedule: which fault is injected when, and on which node. Pure: `orchestrator.chaos_deeds` carries it out.
 
 A schedule and a seed give the same targets again for the same sequence of live nodes, so a run can be replayed.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from orchestrator.errors import ChaosSpecError
 
-__all__ = ["ChaosAction", "ChaosSchedule", "ChaosVerb", "parse_chaos"]
+__all__ = ["ChaosAction", "ChaosPhase", "ChaosSchedule", "ChaosVerb", "check_targets", "parse_chaos"]
 
-_PART = re.compile(
-    r"(?P<verb>[a-z-]+)(?::(?P<target>[^@:]*))?(?:@(?P<step>[^:]*)(?::(?P<notice>.*))?)?\Z", re.IGNORECASE
-)
+_PART = re.compile(r"(?P<verb>[a-z-]+)(?::(?P<target>[^@:]*))?(?:@(?P<when>[^:]*)(?::(?P<time>.*))?)?\Z", re.IGNORECASE)
+_WHEN = re.compile(r"(?:during-(?P<only>[a-z]+)|(?P<step>[0-9]+)(?:\+(?P<phase>[a-z]+))?)\Z")
 _SECONDS = re.compile(r"(?P<value>\d+(?:\.\d+)?)s?\Z")
 
 
@@ -30,29 +30,86 @@ class ChaosVerb(StrEnum):
     STOP_WORKER = "stop-worker"
     DRAIN_NODE = "drain-node"
     KILL_DRIVER = "kill-driver"
+    OOM_WORKER = "oom-worker"
+    RAISE_IN_WORKER = "raise-in-worker"
+    SLOW_NODE = "slow-node"
+    CUT_NODE = "cut-node"
+    DISK_FULL = "disk-full"
+    STORE_OUTAGE = "store-outage"
+    KILL_KEEPER = "kill-keeper"
+    KILL_COORDINATOR = "kill-coordinator"
+    RESTART_HEAD = "restart-head"
 
     @property
     def takes_target(self) -> bool:
-        return self not in (ChaosVerb.ADD_NODE, ChaosVerb.KILL_DRIVER)
+        return self not in _WITHOUT_TARGET
+
+    @property
+    def removes_node(self) -> bool:
+        """Whether the node is gone at once. One that is drained may still be hit before its notice is over."""
+        return self in (ChaosVerb.KILL_NODE, ChaosVerb.CUT_NODE)
+
+
+_WITHOUT_TARGET = frozenset(
+    {
+        ChaosVerb.ADD_NODE,
+        ChaosVerb.KILL_DRIVER,
+        ChaosVerb.STORE_OUTAGE,
+        ChaosVerb.KILL_COORDINATOR,
+        ChaosVerb.RESTART_HEAD,
+    }
+)
+_NEEDS_TIME = {ChaosVerb.DRAIN_NODE: "its notice", ChaosVerb.STORE_OUTAGE: "its length"}
+_MAY_HAVE_TIME = (ChaosVerb.SLOW_NODE, ChaosVerb.DISK_FULL)
+
+
+class ChaosPhase(StrEnum):
+    """What the run must be doing when a fault strikes; told by its events."""
+
+    SAVE = "save"
+    LOAD = "load"
+    REGROUP = "regroup"
+
+    def begins_with(self, event: Mapping[str, Any]) -> bool:
+        """Whether ``event`` is the first word of this phase."""
+        name = event["event"]
+        match self:
+            case ChaosPhase.SAVE:
+                return bool(name == "save_bound")
+            case ChaosPhase.LOAD:
+                return bool(name == "attempt_started" and event.get("restored_step"))
+            case ChaosPhase.REGROUP:
+                return bool(name == "fault")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosAction:
-    """One planned fault. ``target`` is a node's number (1 for the first), None: drawn by seed among the live ones."""
+    """One planned fault. ``target`` is a node's number (1 for the first), None: drawn by seed among the live ones.
+
+    ``phase`` None: as soon as ``step`` is reached; else when that phase begins next, from ``step`` on. ``notice_s``:
+    the notice of a drain, or how long the fault lasts (None: to the end).
+    """
 
     verb: ChaosVerb
     step: int
     target: int | None = None
     notice_s: float | None = None
+    phase: ChaosPhase | None = None
 
     def __str__(self) -> str:
         target = "" if self.target is None else f":{self.target}"
         notice = "" if self.notice_s is None else f":{self.notice_s:g}s"
-        return f"{self.verb}{target}@{self.step}{notice}"
+        when = str(self.step)
+        if self.phase is not None:
+            when = f"{when}+{self.phase}" if self.step else f"during-{self.phase}"
+        return f"{self.verb}{target}@{when}{notice}"
 
 
 def parse_chaos(spec: str) -> tuple[ChaosAction, ...]:
-    """The actions of a comma-separated ``verb[:node]@step[:notice]``, by step. Raises ChaosSpecError."""
+    """The actions of a comma-separated ``verb[:node]@when[:seconds]``, by step. Raises ChaosSpecError.
+
+    ``when`` is a step, ``during-PHASE``, or ``STEP+PHASE``: the first such phase that begins from that step on.
+    """
     actions = [_parse_part(part.strip()) for part in spec.split(",")]
     return tuple(sorted(actions, key=lambda action: action.step))
 
@@ -62,13 +119,23 @@ def _parse_part(part: str) -> ChaosAction:
     if match is None or match["verb"] not in set(ChaosVerb):
         raise ChaosSpecError(part, f"no such verb; expected verb@step with one of: {', '.join(ChaosVerb)}")
     verb = ChaosVerb(match["verb"])
-    if match["step"] is None:
+    if match["when"] is None:
         raise ChaosSpecError(part, f"the step is missing; expected e.g. {verb}@40")
-    if not match["step"].isascii() or not match["step"].isdigit() or int(match["step"]) < 1:
-        raise ChaosSpecError(part, f"{match['step']!r} is not a step; expected a whole number from 1 on")
+    step, phase = _when(part, match["when"])
     return ChaosAction(
-        verb=verb, step=int(match["step"]), target=_target(part, verb, match), notice_s=_notice(part, verb, match)
+        verb=verb, step=step, phase=phase, target=_target(part, verb, match), notice_s=_notice(part, verb, match)
     )
+
+
+def _when(part: str, text: str) -> tuple[int, ChaosPhase | None]:
+    match = _WHEN.match(text)
+    if match is None or (match["only"] is None and int(match["step"]) < 1):
+        expected = "a whole number from 1 on, during-PHASE, or STEP+PHASE"
+        raise ChaosSpecError(part, f"{text!r} is not a step; expected {expected}")
+    phase = match["only"] or match["phase"]
+    if phase is not None and phase not in set(ChaosPhase):
+        raise ChaosSpecError(part, f"{phase!r} is not a phase; expected one of: {', '.join(ChaosPhase)}")
+    return int(match["step"] or 0), None if phase is None else ChaosPhase(phase)
 
 
 def _target(part: str, verb: ChaosVerb, match: re.Match[str]) -> int | None:
@@ -83,19 +150,53 @@ def _target(part: str, verb: ChaosVerb, match: re.Match[str]) -> int | None:
 
 
 def _notice(part: str, verb: ChaosVerb, match: re.Match[str]) -> float | None:
-    text = match["notice"]
-    if verb is not ChaosVerb.DRAIN_NODE:
+    text = match["time"]
+    if verb not in _NEEDS_TIME and verb not in _MAY_HAVE_TIME:
         if text is not None:
-            raise ChaosSpecError(part, f"{verb} takes no notice; only drain-node does, e.g. drain-node@75:20s")
+            others = ", ".join((*_NEEDS_TIME, *_MAY_HAVE_TIME))
+            raise ChaosSpecError(part, f"{verb} takes no notice or time; only these do: {others}")
+        return None
+    if text is None and verb in _MAY_HAVE_TIME:
         return None
     seconds = _SECONDS.match(text or "")
-    if seconds is None:
-        raise ChaosSpecError(part, "drain-node needs its notice in seconds, e.g. drain-node@75:20s")
+    if seconds is None or (verb is not ChaosVerb.DRAIN_NODE and float(seconds["value"]) == 0):
+        what = _NEEDS_TIME.get(verb, "how long it lasts")
+        raise ChaosSpecError(part, f"{verb} needs {what} in seconds, e.g. {verb}@75:20s")
     return float(seconds["value"])
 
 
+def check_targets(actions: Sequence[ChaosAction], num_nodes: int) -> None:
+    """Raise ChaosSpecError for the first action whose node cannot be there when its turn comes.
+
+    Only what is certain is refused: which node a fault without a target hits, and when a phase comes, is not known.
+    """
+    started = num_nodes
+    removed: dict[int, str] = {}
+    num_drawn = 0
+    most = num_nodes + sum(action.verb is ChaosVerb.ADD_NODE for action in actions)
+    for action in sorted(actions, key=lambda action: action.step):
+        started += action.verb is ChaosVerb.ADD_NODE
+        if not action.verb.takes_target:
+            continue
+        # What comes with a phase may come at any time: after every node that is ever added, before any is removed.
+        there = started if action.phase is None else most
+        if action.target is not None and action.target > there:
+            raise ChaosSpecError(str(action), f"there is no node {action.target} then; nodes: 1 to {there}")
+        if action.phase is not None:
+            continue
+        if action.target in removed:
+            raise ChaosSpecError(str(action), f"node {action.target} is gone by then, after {removed[action.target]}")
+        if started - len(removed) - num_drawn < 1:
+            raise ChaosSpecError(str(action), "no node is left by then")
+        if action.verb.removes_node:
+            if action.target is None:
+                num_drawn += 1
+            else:
+                removed[action.target] = str(action)
+
+
 class ChaosSchedule:
-    """Hands out each action once, when its step has been reached, and draws targets from its own seeded generator."""
+    """Hands out each action once, when its moment has come, and draws targets from its own seeded generator."""
 
     def __init__(self, actions: Sequence[ChaosAction], *, seed: int) -> None:
         self._pending = sorted(actions, key=lambda action: action.step)
@@ -107,9 +208,18 @@ class ChaosSchedule:
         return tuple(self._pending)
 
     def due(self, step: int) -> tuple[ChaosAction, ...]:
-        """The actions planned for ``step`` or before that were not handed out yet."""
-        due = tuple(action for action in self._pending if action.step <= step)
-        self._pending = self._pending[len(due) :]
+        """The actions planned for ``step`` or before that were not handed out yet, those with a phase left out."""
+        return self._hand_out(lambda action: action.phase is None and action.step <= step)
+
+    def due_at(self, event: Mapping[str, Any], step: int) -> tuple[ChaosAction, ...]:
+        """The actions that wait for the phase that begins with ``event``, now that ``step`` has been reached."""
+        return self._hand_out(
+            lambda action: action.phase is not None and action.step <= step and action.phase.begins_with(event)
+        )
+
+    def _hand_out(self, is_due: Callable[[ChaosAction], bool]) -> tuple[ChaosAction, ...]:
+        due = tuple(action for action in self._pending if is_due(action))
+        self._pending = [action for action in self._pending if action not in due]
         return due
 
     def choose(self, action: ChaosAction, live: Sequence[int]) -> int:

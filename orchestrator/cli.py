@@ -54,7 +54,10 @@ _RUN_EPILOG = """[bold]Examples[/bold]
 
 [bold]Chaos[/bold]
 
-  kill-node@S, add-node@S, kill-worker@S, stop-worker@S, drain-node@S:20s, kill-driver@S; kill-node:2@S hits node 2
+  kill-node@S, add-node@S, drain-node@S:20s, cut-node@S, slow-node@S, disk-full@S, kill-worker@S, stop-worker@S,
+  oom-worker@S, raise-in-worker@S, kill-keeper@S, kill-coordinator@S, kill-driver@S, restart-head@S, store-outage@S:60s
+
+  kill-node:2@S hits node 2; kill-node@during-save, @during-load, @during-regroup: when that begins; see docs/chaos.md
 """
 
 
@@ -113,11 +116,12 @@ def run(
         )
 
     def drive() -> int:
-        from orchestrator.chaos import parse_chaos
+        from orchestrator.chaos import check_targets, parse_chaos
 
         loaded = _load(config, changes)
         if chaos is not None:
-            parse_chaos(chaos)  # a schedule that cannot be read is an error even where nothing is left to run
+            # A schedule that cannot be is an error even where nothing is left to run.
+            check_targets(parse_chaos(chaos), local_nodes or 0)
         from orchestrator.finished import finished_summary, show_finished
 
         summary = None if under_supervisor else finished_summary(loaded)

@@ -48,6 +48,7 @@ class FakeCluster:
     """Nodes that are mere records; remembers what was done to them, in order."""
 
     address = "127.0.0.1:1"
+    host = "127.0.0.1"
 
     def __init__(self, directory: Path, num_nodes: int, raylet_pid: int = 0) -> None:
         self._directory, self._raylet_pid, self._started = directory, raylet_pid, 0
@@ -78,6 +79,14 @@ class FakeCluster:
     def drain_node(self, number: int, *, notice_s: float) -> LocalNode:
         self.done.append(f"drain {number} {notice_s:g}")
         return self.nodes[number]
+
+    def cut_node(self, number: int) -> LocalNode:
+        self.done.append(f"cut {number}")
+        return self.nodes.pop(number)
+
+    def restart_head(self) -> int:
+        self.done.append("restart head")
+        return 4
 
     def close(self) -> None:
         self.nodes.clear()
