@@ -91,15 +91,18 @@ class StoreProxy:
             writer.close()
             return
         up_reader, up_writer = upstream
-        await asyncio.gather(self._pass(reader, up_writer), self._pass(up_reader, writer))
+        try:
+            await asyncio.gather(self._pass(reader, up_writer), self._pass(up_reader, writer))
+        except OSError as error:
+            _log.debug("a connection to the store broke: %s", error)
+        finally:
+            up_writer.close()
+            writer.close()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(_CHUNK_BYTES):
-                await self._is_open.wait()
-                writer.write(data)
-                await writer.drain()
-        except OSError as error:
-            _log.debug("a connection to the store ended: %s", error)
-        finally:
-            writer.close()
+        while data := await reader.read(_CHUNK_BYTES):
+            await self._is_open.wait()
+            writer.write(data)
+            await writer.drain()
+        await self._is_open.wait()
+        writer.write_eof()
