@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from typing import Any
 
@@ -14,6 +15,7 @@ from orchestrator.node_watcher import look
 from orchestrator.run_identity import build_digest
 from storage.errors import StorageError
 from storage.keeper_actor import ensure_keeper
+from storage.keeper_protocol import KeeperGreeting, KeeperStatus
 
 __all__ = ["KEEPER_TTL_S", "KeeperCrew"]
 
@@ -21,17 +23,25 @@ _log = logging.getLogger(__name__)
 KEEPER_TTL_S = 120.0
 _CLOSE_S = 10.0
 _RENEW_EVERY_S = 2.0
+_GREET_S = 10.0
+_KEY_BYTES = 32
 
 
 class KeeperCrew:
-    """Renews on a thread of its own, so that a busy controller never lets a Keeper expire."""
+    """Renews on a thread of its own, so that a busy controller never lets a Keeper expire.
+
+    ``transport_key``: made anew by each driver; Keepers and workers prove themselves to each other with it.
+    """
 
     def __init__(self, run_id: str, config: RunConfig) -> None:
         self._run_id = run_id
         self._config = config
         self._build_digest = build_digest()
         self._lock = threading.Condition()
+        self.transport_key = secrets.token_bytes(_KEY_BYTES)
         self._keepers: dict[str, Any] = {}
+        self._greetings: dict[str, KeeperGreeting] = {}
+        self._statuses: dict[str, KeeperStatus] = {}
         self._num_starting = 0
         self._is_dismissed = False
         self._closed = threading.Event()
@@ -51,9 +61,11 @@ class KeeperCrew:
                 build_digest=self._build_digest,
                 coordinator_name=coordinator_name(self._run_id),
                 ttl_s=KEEPER_TTL_S,
+                transport_key=self.transport_key,
             )
+            greeting = _greet(node_id, keeper)
             with self._lock:
-                self._keepers[node_id] = keeper
+                self._keepers[node_id], self._greetings[node_id] = keeper, greeting
                 is_too_late = self._is_dismissed
         finally:
             with self._lock:
@@ -62,6 +74,21 @@ class KeeperCrew:
         if is_too_late:
             _dismiss([keeper])
         return keeper
+
+    def handles(self) -> dict[str, Any]:
+        """The Keepers that are known to live, by node."""
+        with self._lock:
+            return dict(self._keepers)
+
+    def greetings(self) -> dict[str, KeeperGreeting]:
+        """What each of them said of itself: its address for peers, and its budget."""
+        with self._lock:
+            return dict(self._greetings)
+
+    def memory_errors(self) -> dict[str, str]:
+        """Nodes whose newest Snapshot in memory has no replica, and why, as of the last renewal."""
+        with self._lock:
+            return {node: status.memory_error for node, status in self._statuses.items() if status.memory_error}
 
     def close(self) -> None:
         """The Run is over for this driver: Keepers remove their memory and end, those that are just starting too.
@@ -82,18 +109,24 @@ class KeeperCrew:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_RENEW_EVERY_S) if refs else ([], [])
             for ref in ready:
                 try:
-                    ray.get(ref)
+                    self._note(refs[ref], ray.get(ref))
                 except ray.exceptions.ActorDiedError:
                     self._replace(refs[ref], keepers[refs[ref]])
                 except ray.exceptions.RayError as error:
                     _log.debug("Keeper of node %s was not renewed: %s", refs[ref][:12], type(error).__name__)
+
+    def _note(self, node_id: str, status: KeeperStatus) -> None:
+        with self._lock:
+            if node_id in self._keepers:
+                self._statuses[node_id] = status
 
     def _replace(self, node_id: str, dead: Any) -> None:
         """A Keeper died. On a node that lives another takes its place; workers find it by its name."""
         with self._lock:
             if self._keepers.get(node_id) is not dead:
                 return
-            del self._keepers[node_id]
+            for known in (self._keepers, self._greetings, self._statuses):
+                known.pop(node_id, None)
         if node_id not in look().living():
             return
         _log.warning("the Keeper of node %s died: another one is started", node_id[:12])
@@ -104,6 +137,14 @@ class KeeperCrew:
             self.start(node_id)
         except (StorageError, ray.exceptions.RayError) as error:
             _log.warning("node %s has no Keeper any more: %s", node_id[:12], error)
+
+
+def _greet(node_id: str, keeper: Any) -> KeeperGreeting:
+    try:
+        greeting: KeeperGreeting = ray.get(keeper.greet.remote(), timeout=_GREET_S)
+    except ray.exceptions.RayError as error:
+        raise StorageError(f"node {node_id}: its Keeper does not greet: {type(error).__name__}") from error
+    return greeting
 
 
 def _dismiss(keepers: list[Any]) -> None:

@@ -30,9 +30,12 @@ from storage.keeper_protocol import (
     KeeperGreeting,
     KeeperStatus,
     LeaseRequest,
+    MemoryProgress,
+    MemoryReport,
     SealedSnapshot,
 )
 from storage.keys import Attempt
+from storage.loop_waits import wait_on_loop
 from storage.manifest import Receipt
 from storage.open_store import open_store
 
@@ -49,6 +52,7 @@ _NUM_LEASES: Final = 8
 _NUM_WAITS: Final = 2
 _CLAIM_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.1
+_INDEX_WAIT_S: Final = 2.0
 
 
 def keeper_name(run_id: str, node_id: str) -> str:
@@ -106,12 +110,13 @@ class KeeperActor:
         identity: str,
         coordinator_name: str,
         ttl_s: float,
+        transport_key: bytes | None = None,
     ) -> None:
         self._calls = ThreadPoolExecutor(_NUM_CALLS, thread_name_prefix="keeper-call")
         self._leases = ThreadPoolExecutor(_NUM_LEASES, thread_name_prefix="keeper-lease")
         self._waits = ThreadPoolExecutor(_NUM_WAITS, thread_name_prefix="keeper-wait")
         self._sink = CoordinatorSink(coordinator_name)
-        self._keeper = self._start(run_id, node_id, root_url, config, identity)
+        self._keeper = self._start(run_id, node_id, root_url, config, identity, transport_key)
         self._keeper.renew(ttl_s)
         self._is_closed = threading.Event()
         threading.Thread(target=self._watch, args=(min(1.0, ttl_s / 4),), name="keeper-watch", daemon=True).start()
@@ -131,13 +136,31 @@ class KeeperActor:
     async def status(self) -> KeeperStatus:
         return await _in(self._calls, self._keeper.status)
 
-    async def renew(self, ttl_s: float) -> None:
+    async def renew(self, ttl_s: float) -> KeeperStatus:
         await _in(self._calls, self._keeper.renew, ttl_s)
+        return await self.status()
 
-    async def attend(self, coordinator_name: str, ttl_s: float) -> None:
-        """A new driver took over: Receipts go to its coordinator from now on."""
+    async def attend(self, coordinator_name: str, ttl_s: float, transport_key: bytes | None = None) -> None:
+        """A new driver took over: Receipts go to its coordinator from now on, peers and workers have its key."""
         self._sink.coordinator_name = coordinator_name
+        if transport_key is not None:
+            await _in(self._calls, self._keeper.memory.set_key, transport_key)
         await self.renew(ttl_s)
+
+    async def wait_replicated(self, attempt: Attempt, rank: int, step: int, timeout_s: float) -> MemoryProgress:
+        """See MemoryPort. Costs no thread: all ranks of a node may wait."""
+        memory = self._keeper.memory
+        await wait_on_loop(memory.watch, partial(memory.is_decided, attempt, rank, step), timeout_s)
+        return memory.progress(attempt, rank)
+
+    async def memory_report(self) -> MemoryReport:
+        """See Keeper.memory_report."""
+        memory = self._keeper.memory
+        await wait_on_loop(memory.watch, memory.is_indexed, _INDEX_WAIT_S)
+        return await _in(self._calls, memory.report, 0.0)
+
+    async def generation_receipts(self, attempt: Attempt, step: int) -> tuple[Receipt, ...]:
+        return await _in(self._calls, self._keeper.generation_receipts, attempt, step)
 
     async def forget_attempts_before(self, number: int) -> None:
         await _in(self._calls, self._keeper.forget_attempts_before, number)
@@ -151,13 +174,29 @@ class KeeperActor:
         self._is_closed.set()
         await _in(self._calls, partial(self._keeper.close, keep_unsent=keep_unsent))
 
-    def _start(self, run_id: str, node_id: str, root_url: str, config: CheckpointConfig, identity: str) -> Keeper:
+    def _start(
+        self,
+        run_id: str,
+        node_id: str,
+        root_url: str,
+        config: CheckpointConfig,
+        identity: str,
+        transport_key: bytes | None,
+    ) -> Keeper:
         until = time.monotonic() + _CLAIM_TIMEOUT_S
         store = open_store(root_url, config.store, keeps_parts=True)
         while True:
             try:
                 return Keeper(
-                    run_id, node_id, store, self._sink, config, arena_directory(run_id, node_id), build_digest=identity
+                    run_id,
+                    node_id,
+                    store,
+                    self._sink,
+                    config,
+                    arena_directory(run_id, node_id),
+                    build_digest=identity,
+                    host=ray.util.get_node_ip_address(),
+                    transport_key=transport_key,
                 )
             except StorageError:  # a Keeper killed a moment ago may not be gone yet
                 if time.monotonic() >= until:
@@ -178,7 +217,7 @@ async def _in(pool: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any)
 
 
 class KeeperClient:
-    """The Keeper's actor handle as a KeeperPort: plain calls with a timeout, errors of the storage package.
+    """The Keeper's actor handle as a MemoryPort: plain calls with a timeout, errors of the storage package.
 
     ``name``: where the Keeper that takes a dead one's place is found.
     """
@@ -202,22 +241,27 @@ class KeeperClient:
         status: KeeperStatus = self._call("status")
         return status
 
-    def _call(self, verb: str, *arguments: Any) -> Any:
+    def wait_replicated(self, attempt: Attempt, rank: int, step: int, timeout_s: float) -> MemoryProgress:
+        progress: MemoryProgress = self._call("wait_replicated", attempt, rank, step, timeout_s, more_s=timeout_s)
+        return progress
+
+    def _call(self, verb: str, *arguments: Any, more_s: float = 0.0) -> Any:
         try:
-            return self._ask(verb, *arguments)
+            return self._ask(verb, *arguments, more_s=more_s)
         except ActorDiedError as error:
             successor = None if self._name is None else _find(self._name)
             if successor is None or successor == self._handle:
                 raise KeeperUnreachable(verb, f"it has died ({type(error).__name__})") from error
             self._handle = successor
         try:
-            return self._ask(verb, *arguments)
+            return self._ask(verb, *arguments, more_s=more_s)
         except ActorDiedError as error:
             raise KeeperUnreachable(verb, f"its successor has died too ({type(error).__name__})") from error
 
-    def _ask(self, verb: str, *arguments: Any) -> Any:
+    def _ask(self, verb: str, *arguments: Any, more_s: float) -> Any:
+        timeout_s = self._timeout_s + more_s
         try:
-            return ray.get(getattr(self._handle, verb).remote(*arguments), timeout=self._timeout_s)
+            return ray.get(getattr(self._handle, verb).remote(*arguments), timeout=timeout_s)
         except ActorDiedError:
             raise
         except RayTaskError as error:
@@ -225,7 +269,7 @@ class KeeperClient:
                 raise error.cause from None  # Ray's wrapper would hide the type and holds a traceback
             raise StorageError(f"Keeper: {verb} failed: {error}") from error
         except RayError as error:
-            raise KeeperUnreachable(verb, f"{type(error).__name__} after at most {self._timeout_s:g} s") from error
+            raise KeeperUnreachable(verb, f"{type(error).__name__} after at most {timeout_s:g} s") from error
 
 
 def ensure_keeper(
@@ -238,23 +282,26 @@ def ensure_keeper(
     coordinator_name: str,
     ttl_s: float = 120.0,
     timeout_s: float = 60.0,
+    transport_key: bytes | None = None,
 ) -> Any:
     """Handle of the node's Keeper: the living one when its protocol, build and settings are ours, else a new one.
 
+    ``transport_key``: what the Run's Keepers and workers prove themselves to each other with; all must have one.
     A Keeper that does not fit is flushed for a part of ``timeout_s`` and killed. Raises StorageError when time is up.
     """
     until = time.monotonic() + timeout_s
     name = keeper_name(run_id, node_id)
     settings = xxhash.xxh3_64_hexdigest(f"{root_url}\n{config.model_dump_json()}".encode())
     identity = f"{build_digest}/{settings}"
+    arguments = (run_id, node_id, root_url, config, identity, coordinator_name, ttl_s, transport_key)
     while True:
         existing = _find(name)
         if existing is not None:
-            if _adopt(existing, identity, coordinator_name, ttl_s, _left(until)):
+            if _adopt(existing, identity, (coordinator_name, ttl_s, transport_key), _left(until)):
                 return existing
             _retire(existing, name, _left(until) / 2)
         try:
-            handle = _create(name, node_id, (run_id, node_id, root_url, config, identity, coordinator_name, ttl_s))
+            handle = _create(name, node_id, arguments)
             greeting = ray.get(handle.greet.remote(), timeout=_left(until))
         except ValueError as error:  # the name is still taken: by one being killed, or by another caller's Keeper
             if time.monotonic() >= until:
@@ -296,13 +343,13 @@ def _find(name: str) -> Any | None:
         return None
 
 
-def _adopt(handle: Any, identity: str, coordinator_name: str, ttl_s: float, timeout_s: float) -> bool:
+def _adopt(handle: Any, identity: str, driver: tuple[str, float, bytes | None], timeout_s: float) -> bool:
     """Greet a Keeper that was here before; True when it fits and listens to this driver now."""
     try:
         greeting: KeeperGreeting = ray.get(handle.greet.remote(), timeout=min(10.0, timeout_s))
         if (greeting.protocol_version, greeting.build_digest) != (KEEPER_PROTOCOL_VERSION, identity):
             return False
-        ray.get(handle.attend.remote(coordinator_name, ttl_s), timeout=min(10.0, timeout_s))
+        ray.get(handle.attend.remote(*driver), timeout=min(10.0, timeout_s))
     except RayError as error:
         logger.warning("a Keeper does not answer and is replaced: %s", type(error).__name__)
         return False

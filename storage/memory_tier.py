@@ -120,6 +120,10 @@ class MemoryTier:
         held = tuple(generation.facts() for generation in self._generations.whole())
         return MemoryReport(address=self.address, generations=held)
 
+    def is_indexed(self) -> bool:
+        """Whether all that is sealed is whole."""
+        return self._generations.is_indexed()
+
     def receipts(self, attempt: Attempt, step: int) -> tuple[Receipt, ...]:
         """Of the generations of that step, replicas included; of one that is not what it should be, none."""
         found = (self._receipt(generation) for generation in self._generations.whole(attempt, step))
