@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from workers.contract import AttemptSpec
 from workers.errors import AttemptAbandoned, FormingFailed
 from workers.mesh import join_group, leave_group, world_mesh
+from workers.wires import Wires
 
 __all__ = ["Groups"]
 
@@ -40,6 +41,7 @@ class Groups:
         self._lock = threading.Lock()
         self._control: dist.ProcessGroup | None = None
         self._mesh: DeviceMesh | None = None
+        self._wires: Wires | None = None
         self._is_joined = self._is_closed = False
 
     def form(self, check: Callable[[], None]) -> None:
@@ -55,6 +57,9 @@ class Groups:
         store = PrefixStore(spec.attempt.label, store)
         self._meet(store, check)
         store.set_timeout(timedelta(seconds=spec.group_timeout_s))
+        wires = Wires()
+        with self._lock:
+            self._wires = wires
         # The lock is not held while joining, which can block: a close meanwhile is made good right after.
         join_group(
             store, rank=spec.rank, world_size=spec.world.size, device=self._device, timeout_s=spec.group_timeout_s
@@ -66,6 +71,7 @@ class Groups:
                 raise AttemptAbandoned(spec.attempt.label, "it was closed while forming")
             self._mesh = world_mesh(self._device)
             self._control = dist.new_group(timeout=timedelta(seconds=spec.group_timeout_s))
+            wires.note()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -84,9 +90,18 @@ class Groups:
         """Wait for all ranks, at most the group's time-out."""
         self.start_sum(torch.zeros((), device=self._device)).wait()
 
-    def close(self) -> None:
-        """End both groups. Safe to call again and from another thread; errors of a broken group are logged."""
+    def close(self, *, is_clean: bool = True) -> None:
+        """End both groups. Safe to call again and from another thread; errors of a broken group are logged.
+
+        Not ``is_clean``: calls that wait in them end at once with an error, here and on the neighbours, whatever has
+        become of those they wait for.
+        """
         with self._lock:
+            wires, self._wires = self._wires, None
+            if wires is not None and not is_clean:
+                if self._mesh is None:
+                    wires.note()  # still joining: whatever is there by now
+                wires.cut()
             if self._is_closed:
                 return
             self._is_closed = True

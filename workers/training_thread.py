@@ -89,7 +89,7 @@ class TrainingThread:
         process."""
         self._is_abandoned.set()
         self._parts.stager.cancel()
-        self._groups.close()
+        self._groups.close(is_clean=False)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -116,7 +116,7 @@ class TrainingThread:
         try:
             digest = self._train(session)
         except BaseException as error:  # noqa: BLE001  the thread's outermost edge: nothing passes it but as a value
-            self._groups.close()
+            self._groups.close(is_clean=False)
             cause = self._cause(error, session.finished_step)
         is_leaving, self._last_step, self._model = session.is_leaving, session.finished_step, session.model_reference
         session.release()

@@ -169,6 +169,24 @@ def test_abandon_ends_a_rank_that_waits_for_others_to_come(trio: Trio, data_url:
     assert trio.ended(attempt, (0,))[0].outcome.cause.kind is CauseKind.ABANDONED
 
 
+def test_a_rank_that_vanished_without_a_word_holds_nobody_up(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    """A stopped process answers nothing and closes nothing, as a machine does whose network is gone."""
+    trio.make(make_settings(data_url, total_steps=100_000), tmp_path)
+    attempt = trio.start(3, timeout_s=600.0)  # the groups' own time-out would come too late
+    while trio.processes[2].call("heartbeat").step < 2:
+        pass
+    os.kill(trio.processes[2].pid, signal.SIGSTOP)
+    try:
+        for process in trio.processes[:2]:
+            process.send("abandon", attempt)
+        assert all(process.receive().is_clean for process in trio.processes[:2])
+        again = trio.start(2, order_after=1)
+        assert [e.outcome.kind for e in trio.ended(again, (0, 1))] == [OutcomeKind.LEFT] * 2
+    finally:
+        os.kill(trio.processes[2].pid, signal.SIGCONT)
+        trio.replace(2)
+
+
 def test_a_killed_rank_fails_the_others_at_once_and_they_regroup_warm(
     trio: Trio, data_url: str, tmp_path: Path
 ) -> None:
