@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from orchestrator.driver_child import DriverChild, driver_command
 from orchestrator.event_tail import EventTail
 from orchestrator.exit_codes import ExitCode
 from orchestrator.load_config import load_config
-from orchestrator.local_cluster import LocalNode, descendants, is_running
+from orchestrator.local_cluster import LocalNode, chaos_directory, descendants, is_running
 from orchestrator.progress import ProgressView
 from orchestrator.summary import Event
 from orchestrator.supervisor import Supervisor, SupervisorPlan
@@ -237,7 +239,10 @@ def test_a_signal_is_passed_on_once_and_the_run_counts_as_stopped(tmp_path: Path
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    code = "print(flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()  # it is past its start
     yield process
     process.kill()
     process.wait(10)
@@ -253,6 +258,77 @@ def test_a_worker_process_is_really_killed_or_stopped(
     assert stage.chaos() == [(verb, "node1", 2, 2)]
     _, status = os.waitpid(sleeper.pid, os.WUNTRACED)
     assert (os.WIFSIGNALED(status), os.WIFSTOPPED(status)) == (state == "gone", state == "stopped")
+
+
+def test_a_starved_worker_lives_but_gets_no_more_memory(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    stage = Stage(tmp_path, "oom-worker:1@2", [(range(1, 4), 0)], nodes=1, raylet=os.getpid())
+    stage.on_step = lambda _step: stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid)
+    assert stage.supervisor.run() == 0
+    assert stage.chaos() == [("oom-worker", "node1", 2, 2)]
+    limit, _ = resource.prlimit(sleeper.pid, resource.RLIMIT_AS)
+    assert 0 < limit < 1 << 40
+    assert is_running(sleeper.pid)
+
+
+def test_a_worker_is_told_to_raise_through_its_door_and_one_without_is_said_loudly(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    stage = Stage(tmp_path, "raise-in-worker:1@2,raise-in-worker:1@3", [(range(1, 6), 0)], nodes=1, raylet=os.getpid())
+    stage.on_step = lambda _step: stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid)
+    pipe = chaos_directory(stage.cluster.nodes[1]) / str(sleeper.pid)
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    stage.on_step = lambda step: (
+        stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid),
+        os.close(reader) if step == 3 else None,
+    )[0]
+    assert stage.supervisor.run() == 0
+    assert stage.chaos() == [("raise-in-worker", "node1", 2, 2)]
+    assert any("raise-in-worker:1@3 did NOT happen: " in line for line in stage.view.lines)
+
+
+def test_a_fault_that_waits_for_a_save_strikes_when_one_begins(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "kill-node:2@during-save,kill-node:1@4+save", [(range(1, 9), 0)])
+    stage.on_step = lambda step: stage.log.emit("save_bound", step=step) if step in (3, 6) else None
+    assert stage.supervisor.run() == 0
+    assert stage.cluster.done == ["kill 2", "bury 2", "kill 1", "bury 1"]
+    assert [(node, step) for _, node, _, step in stage.chaos()] == [("node2", 3), ("node1", 6)]
+
+
+@pytest.mark.parametrize("verb", ["cut-node:2", "restart-head"])
+def test_a_link_is_cut_and_a_head_restarted(tmp_path: Path, verb: str) -> None:
+    stage = Stage(tmp_path, f"{verb}@2", [(range(1, 5), 0)])
+    assert stage.supervisor.run() == 0
+    assert stage.cluster.done == ["cut 2"] if verb == "cut-node:2" else ["restart head"]
+    assert [entry[0] for entry in stage.chaos()] == [verb.partition(":")[0]]
+
+
+def test_a_driver_that_loses_its_head_is_started_again_as_a_job_system_would(tmp_path: Path) -> None:
+    lives = [(range(1, 4), ExitCode.INTERNAL_ERROR), (range(4, 6), 0)]
+    stage = Stage(tmp_path, "restart-head@2", [(steps, int(code)) for steps, code in lives])
+    assert stage.supervisor.run() == 0
+    assert stage.started == [("seed=0",), ("seed=0", "run.resume=auto")]
+
+
+def test_a_driver_that_ends_with_a_verdict_of_its_own_is_not_started_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "restart-head@2", [(range(1, 4), int(ExitCode.FAILURE_BUDGET))])
+    assert stage.supervisor.run() == ExitCode.FAILURE_BUDGET
+    assert len(stage.started) == 1
+
+
+def test_what_lasts_is_ended_when_its_time_is_over_and_otherwise_with_the_run(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "slow-node:1@2:0.001s,slow-node:1@3", [(range(1, 9), 0)], nodes=1, raylet=os.getpid())
+    assert stage.supervisor.run() == 0
+    assert sorted(verb for verb, *_ in stage.chaos()) == ["slow-node", "slow-node", "slow-node-over"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "slowed-node"]
+
+
+def test_a_store_that_is_not_reached_through_the_supervisor_is_not_said_to_be_away(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "store-outage@2:5s", [(range(1, 5), 0)])
+    assert stage.supervisor.run() == 0
+    assert stage.chaos() == []
+    assert any("store-outage@2:5s did NOT happen" in line for line in stage.view.lines)
 
 
 def test_a_process_that_is_not_the_nodes_is_never_hit(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
