@@ -30,7 +30,7 @@ class MemoryCadence:
         # The vector of the first step is read too late to speak of the two that follow the base.
         standing = range(base_step + 1, base_step + 1 + (BIND_AHEAD if config.every_steps == 1 else 1))
         self._planned = {step for step in standing if step <= total_steps}
-        self._last_bound = max(self._planned, default=base_step)
+        self._first = self._last_bound = max(self._planned, default=base_step)
         self._due: deque[int] = deque(maxlen=_REMEMBERED)
         self._safe_step = -1
         self._lag = 1
@@ -88,8 +88,8 @@ class MemoryCadence:
         """Steps from one to the next: as few as the settings allow, and enough for replicas to be made meanwhile."""
         if self._config.every_steps is not None:
             return max(self._config.every_steps, self._lag)
-        if not self._stalls:
-            return None  # what the first one costs is not known yet
+        if not self._stalls:  # the first one met cold memory and says nothing: one more to measure, then wait for it
+            return BIND_AHEAD if self._last_bound == self._first else None
         allowed_s = self._config.max_slowdown * statistics.median(self._steps_s)
         wanted = math.ceil(min(self._stalls) / allowed_s) if allowed_s > 0 else _MAX_SPACING
         return max(1, self._lag, min(wanted, _MAX_SPACING))

@@ -17,9 +17,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workers.config import ModelConfig
 from workers.errors import WorkersError
-from workers.names import clean_name, named_parameters, unwrapped
+from workers.names import clean_name, named_parameters, persistent_buffers, unwrapped
 
-__all__ = ["ModelTemplate", "UnfilledTensors", "assert_all_filled", "instantiate", "materialize", "num_parameters"]
+__all__ = [
+    "ModelTemplate",
+    "UnfilledTensors",
+    "assert_all_filled",
+    "instantiate",
+    "materialize",
+    "num_parameters",
+    "state_bytes",
+]
 
 _BOOL_SENTINEL = 0xFF
 
@@ -219,3 +227,10 @@ def _seed_of(seed: int, name: str) -> int:
 def num_parameters(model: nn.Module) -> int:
     """Parameters of the whole model, tied ones once."""
     return sum(parameter.numel() for _, parameter in named_parameters(model))
+
+
+def state_bytes(model: nn.Module) -> int:
+    """Of the whole training state: parameters, AdamW's two moments of those that train, stored buffers."""
+    weights = sum(parameter.nbytes for _, parameter in named_parameters(model))
+    moments = sum(2 * 4 * parameter.numel() for _, parameter in named_parameters(model) if parameter.requires_grad)
+    return weights + moments + sum(buffer.nbytes for _, buffer in persistent_buffers(model))

@@ -76,14 +76,14 @@ class OrderBinder:
         self._unsettled.difference_update(steps)
 
     def bind(self, step: int, order: Order | None) -> Binding:
-        """The decision at the end of ``step`` about ``step + 2``. A Leave beats a Snapshot, an Order the cadence."""
+        """The decision at the end of ``step`` about ``step + 2``. An Order beats the cadence."""
         target = step + BIND_AHEAD
         if self._is_leaving or target > self._total_steps:
             return Binding()
         is_due = order is not None and order.number > self._last_number and order.not_before_step <= target
         if order is not None and is_due and order.kind is not OrderKind.NONE:
             self._last_number = order.number
-            self._is_leaving = order.kind is OrderKind.LEAVE
+            self._is_leaving = order.kind.ends_attempt
             return self._accept(BoundOrder(number=order.number, kind=order.kind, step=target))
         if target == self._total_steps:
             return self._accept(BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=target))

@@ -7,11 +7,10 @@ What is in a Checkpoint and how it is stored is decided elsewhere.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,21 +20,20 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from storage.errors import KeeperUnreachable
 from workers.compute_clock import ComputeClock
-from workers.contract import AttemptSpec, BoundOrder, EvalReport, OrderKind, Phase, StepReport
+from workers.contract import AttemptSpec, EvalReport, Phase, StepReport
 from workers.courier import Courier
 from workers.data_identity import DATA_TRACKER, DataIdentity
 from workers.data_patience import DataPatience, wait_limit_s
 from workers.errors import LoopMisused, RanksDisagree
-from workers.evaluation import evaluate, reshard
+from workers.evaluation import evaluate
 from workers.groups import Groups
 from workers.heartbeat import Pulse
 from workers.loading import Makers, WarmParts, load_state
 from workers.order_desk import OrderDesk
 from workers.sample_order import chain
+from workers.saving import Saving
 from workers.settings import WorkerSettings
-from workers.snapshot import capture
 from workers.state import Progress, Tracker, TrainingState
 from workers.step_vector import StepTotals, StepVectorLayout
 from workers.stream import Leaf, LeafStream
@@ -43,9 +41,6 @@ from workers.train_step import TrainStep
 from workers.training_statistics import TrainingStatistics
 
 __all__ = ["Session"]
-
-_log = logging.getLogger(__name__)
-_KEEPER_AWAY_S = 0.5  # between two tries to reach a Keeper whose successor is on its way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +75,10 @@ class Session:
         self._model: weakref.ref[nn.Module] | None = None
         self._stream: LeafStream | None = None
         self._orders: OrderDesk | None = None
+        self._saver: Saving | None = None
         self._in_flight: _InFlight | None = None
         self._open_step: int | None = None
         self._finished_step = self._base_step = 0
-        self._is_leaving = False
         self._data_patience = DataPatience(
             limit_s=wait_limit_s(settings.checkpoint, world_size=spec.world.size, group_timeout_s=spec.group_timeout_s),
             pulse=pulse,
@@ -119,8 +114,8 @@ class Session:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether an Order to leave has been carried out; `steps` then ends."""
-        return self._is_leaving
+        """Whether an Order that ends the Attempt has been carried out; `steps` then ends."""
+        return self._saver is not None and self._saver.is_leaving
 
     @property
     def state(self) -> TrainingState:
@@ -182,7 +177,7 @@ class Session:
             )
             if self._finished_step != number:
                 raise LoopMisused(f"rank {self.rank}: step {number} was not ended by session.step_end(step)")
-            if self._is_leaving:
+            if self.is_leaving:
                 return
 
     def loss(self, leaf: Leaf) -> torch.Tensor:
@@ -204,13 +199,12 @@ class Session:
         if before is not None:
             self._absorb(before)
         if self._finished_step == self._base_step:
-            self._warm_up(step.number)
+            self._saving.warm_up(step.number)
         self._finished_step = step.number
         self._pulse.beat(Phase.TRAINING, step=step.number)
-        due = self._desk.due(step.number)
-        if due is not None:
+        if self._saving.is_due(step.number):
             self.drain()
-            self._carry_out(due)
+            self._saving.carry_out(step.number)
 
     def evaluate_if_due(self, step: TrainStep) -> None:
         """Evaluate on the held-out split every so many steps. Before `step_end`, so that its save knows the metric."""
@@ -247,6 +241,9 @@ class Session:
     def release(self) -> None:
         """Let go of the model and all else that holds memory or a group; the Session is of no use after."""
         stream, self._stream = self._stream, None
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
         self._state = self._in_flight = None
         if stream is not None:
             stream.close()
@@ -255,6 +252,11 @@ class Session:
     def _desk(self) -> OrderDesk:
         assert self._orders is not None  # made together with the state, before any step
         return self._orders
+
+    @property
+    def _saving(self) -> Saving:
+        assert self._saver is not None  # made together with the state, before any step
+        return self._saver
 
     def _begin(self, state: TrainingState) -> None:
         """Put stream and Orders where the state stands."""
@@ -271,15 +273,37 @@ class Session:
             every_steps=settings.checkpoint.every_steps,
             courier=self._courier,
         )
+        self._saver = Saving(
+            state,
+            settings=settings,
+            spec=self._spec,
+            stager=self._parts.stager,
+            desk=self._orders,
+            pulse=self._pulse,
+            check=self._check,
+        )
         self._finished_step = self._base_step = step
 
     def _fill(self, step: TrainStep) -> torch.Tensor:
         """This rank's part of the vector. Losses and the norm stay on the device: nothing here waits for it."""
-        computed_s = self._clock.take()
-        words = self._layout.rank_part(step=step.number, digests=step.digests, rank=self.rank, compute_s=computed_s)
+        memory = self._saving.memory
+        words = self._layout.rank_part(
+            step=step.number,
+            digests=step.digests,
+            rank=self.rank,
+            compute_s=self._clock.take(),
+            replicated=() if memory is None else memory.replicated(step.number),
+        )
         if self.rank == 0:
-            bound = self._desk.bind(step.number)
-            self._layout.add_rank0_part(words, order=bound, lr=step.lr, step_s=step.elapsed_s())
+            step_s = step.elapsed_s()
+            self._layout.add_rank0_part(
+                words,
+                order=self._desk.bind(step.number),
+                lr=step.lr,
+                step_s=step_s,
+                memory_step=0 if memory is None else memory.bind(step.number, step_s),
+                memory_stall_s=0.0 if memory is None else memory.stall_s,
+            )
         vector = torch.tensor(words, dtype=torch.float64).to(self.device, non_blocking=True)
         for index, loss in step.losses.items():
             vector[self._layout.loss_slot(index)] = loss
@@ -293,7 +317,7 @@ class Session:
         totals = self._layout.read(in_flight.vector.tolist())
         if totals.mean_step != in_flight.step:
             raise RanksDisagree(self.rank, in_flight.step, totals.mean_step)
-        self._desk.learn(totals.order)
+        self._saving.learn(in_flight.step, totals)
         self.statistics.add(loss=totals.loss, grad_norm=totals.grad_norm)
         data, progress = self._settings.data, self.state.progress
         progress.step = in_flight.step
@@ -302,64 +326,16 @@ class Session:
         progress.epoch = progress.position // self._parts.dataset.num_rows
         progress.sample_chain = chain(progress.sample_chain, totals.leaf_digests)
         if self._courier is not None:
-            self._courier.report(_report_of(progress, totals, in_flight.finished_at_s))
-
-    def _carry_out(self, order: BoundOrder) -> None:
-        is_last, is_leave = order.step == self._settings.total_steps, order.kind is OrderKind.LEAVE
-        with self._pulse.during(Phase.CHECKPOINTING):
-            is_staged = self._stage_in_time(order.step, self._wait_s(is_last=is_last, is_leave=is_leave))
-        if not is_staged:
-            self._desk.leave_out(order.step)
-        if is_leave:
-            self._is_leaving = True
-            self._pulse.beat(Phase.LEAVING)
-
-    def _wait_s(self, *, is_last: bool, is_leave: bool) -> float:
-        """How long to wait for a buffer: a save on the way is left out rather than waited for."""
-        if is_last:
-            return self._settings.checkpoint.final_timeout_s
-        return self._settings.checkpoint.leave_timeout_s if is_leave else 0.0
-
-    def _warm_up(self, step: int) -> None:
-        """After the first step, when the optimizer's state is there and so the size of a Snapshot is known."""
-        reshard(self.state.model)
-        snapshot = capture(self.state, rank=self.rank, world_size=self.world_size)
-        try:
-            self._parts.stager.warm(
-                snapshot, attempt=self._spec.attempt, step=step, rank=self.rank, world_size=self.world_size
-            )
-        except KeeperUnreachable as error:
-            _log.warning("rank %d: buffers stay cold: %s", self.rank, error)
-
-    def _stage_in_time(self, step: int, wait_s: float) -> bool:
-        """Stage; a Keeper that is away is waited for like a buffer that is not free. Training outlives it."""
-        until = time.monotonic() + wait_s
-        while True:
-            try:
-                return self._stage(step, max(0.0, until - time.monotonic()))
-            except KeeperUnreachable as error:
-                self._check()
-                if time.monotonic() >= until:
-                    _log.warning("rank %d: step %d is not saved: %s", self.rank, step, error)
-                    return False
-                time.sleep(_KEEPER_AWAY_S)
-
-    def _stage(self, step: int, wait_s: float) -> bool:
-        reshard(self.state.model)  # a loop's own evaluation may have left parameters whole
-        snapshot = capture(self.state, rank=self.rank, world_size=self.world_size)
-        result = self._parts.stager.stage(
-            snapshot,
-            attempt=self._spec.attempt,
-            step=step,
-            rank=self.rank,
-            world_size=self.world_size,
-            wait_s=wait_s,
-        )
-        if not result.staged:
-            _log.info("rank %d: step %d is not saved: no buffer came free within %g s", self.rank, step, wait_s)
-            return False
-        _log.info("rank %d staged step %d: %d bytes in %.3f s", self.rank, step, result.num_bytes, result.stall_s)
-        return True
+            report = _report_of(progress, totals, in_flight.finished_at_s)
+            memory = self._saving.memory
+            if memory is not None:
+                report = replace(
+                    report,
+                    memory_step=memory.newest_step,
+                    safe_step=memory.safe_step,
+                    memory_stall_s=totals.memory_stall_s,
+                )
+            self._courier.report(report)
 
 
 def _report_of(progress: Progress, totals: StepTotals, finished_at_s: float) -> StepReport:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from storage.buffer_map import BufferMap
 from storage.dcp_writer import SnapshotPlanner, copy_chunks, local_parts
+from storage.errors import StorageError
 from storage.keeper_protocol import BufferLease, KeeperPort, LeaseRequest, SealedSnapshot
 from storage.keys import Attempt
 from storage.levels import LevelTable
 from storage.snapshot_format import SnapshotHeader, SnapshotLayout, write_planned_header
-from workers.snapshot import Capture
+from workers.snapshot import MODEL, OPTIM, Capture
 
 __all__ = ["Draft", "StageResult", "Stager"]
 
@@ -44,20 +48,46 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A Snapshot before its copy: what it says of itself, where each tensor goes, and the living memory of each."""
+    """A Snapshot before its copy: what it says of itself, where each tensor goes, and the living memory of each.
+
+    ``versions``: tensors that must not change until then, with torch's count of their changes. ``ready``: what the
+    device has to reach first.
+    """
 
     header: SnapshotHeader
     layout: SnapshotLayout
     parts: dict[str, torch.Tensor]
+    versions: tuple[tuple[str, torch.Tensor, int], ...] = ()
+    ready: torch.cuda.Event | None = None
 
     @property
     def num_bytes(self) -> int:
         return self.layout.num_bytes
 
     def fill(self, view: memoryview) -> str:
-        """Copy everything; the digest of the header."""
-        copy_chunks(view, self.layout.chunks, self.parts)
+        """Copy everything; the digest of the header. Raises StorageError for a tensor that changed meanwhile."""
+        with _side_stream(self.ready):
+            copy_chunks(view, self.layout.chunks, self.parts)
+        changed = [name for name, tensor, version in self.versions if tensor._version != version]
+        if changed:
+            raise StorageError(
+                f"rank {self.header.rank} step {self.header.step}: {changed[0]} and {len(changed) - 1} more tensors "
+                "changed while they were copied; only optimizer.step() may change weights after session.step_end()"
+            )
         return write_planned_header(view, self.header, self.layout)
+
+
+@contextmanager
+def _side_stream(ready: torch.cuda.Event | None) -> Iterator[None]:
+    """Copies from a CUDA device run beside the training thread's stream, and have ended at the end of the block."""
+    if ready is None:
+        yield
+        return
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 class Stager:
@@ -82,6 +112,31 @@ class Stager:
 
     def draft(self, capture: Capture, *, attempt: Attempt, step: int, rank: int, world_size: int) -> Draft:
         """Find the place of everything in ``capture``. Copies nothing."""
+        header, layout = self._lay_out(capture, attempt, step, rank, world_size)
+        return Draft(header=header, layout=layout, parts=local_parts(capture.tensors))
+
+    def draft_apart(self, capture: Capture, *, attempt: Attempt, step: int, rank: int, world_size: int) -> Draft:
+        """The same with copies of all that may change before the optimizer's next step: what only that one changes,
+        parameters and its own state, is left to be copied until then."""
+        header, layout = self._lay_out(capture, attempt, step, rank, world_size)
+        late = {name: tensor for name, tensor in capture.tensors.items() if _is_updated(name, tensor)}
+        parts = local_parts(capture.tensors)
+        early = {name: part.to("cpu", copy=True) for name, part in parts.items() if name not in late}
+        ready = None
+        if any(part.is_cuda for part in parts.values()):
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        return Draft(
+            header=header,
+            layout=layout,
+            parts=parts | early,
+            versions=tuple((name, tensor, tensor._version) for name, tensor in late.items()),
+            ready=ready,
+        )
+
+    def _lay_out(
+        self, capture: Capture, attempt: Attempt, step: int, rank: int, world_size: int
+    ) -> tuple[SnapshotHeader, SnapshotLayout]:
         header = SnapshotHeader(
             run_id=self._run_id,
             attempt=attempt,
@@ -92,8 +147,7 @@ class Stager:
             shared_state=capture.shared_state,
             rank_state=capture.rank_state,
         )
-        layout = self._planner.plan(capture.tensors, header)
-        return Draft(header=header, layout=layout, parts=local_parts(capture.tensors))
+        return header, self._planner.plan(capture.tensors, header)
 
     def request(self, draft: Draft, *, num_bytes: int | None = None, later: int = 0) -> LeaseRequest:
         """For a buffer that holds ``draft``, or a Snapshot of ``num_bytes`` that comes ``later`` steps after it."""
@@ -115,8 +169,6 @@ class Stager:
         step: int,
         rank: int,
         world_size: int,
-        num_buffers: int = _NUM_BUFFERS,
-        is_generation: bool = False,
     ) -> None:
         """Lease, map and give back as many buffers as a rank may use at a time, so that no save meets cold memory.
 
@@ -128,8 +180,8 @@ class Stager:
         num_bytes = draft.num_bytes + draft.num_bytes // _HEADROOM
         leases: list[BufferLease] = []
         try:
-            for number in range(num_buffers):
-                request = replace(self.request(draft, num_bytes=num_bytes, later=number), is_generation=is_generation)
+            for number in range(_NUM_BUFFERS):
+                request = self.request(draft, num_bytes=num_bytes, later=number)
                 lease = self._keeper.lease_buffer(request)
                 if lease is None:
                     break
@@ -146,14 +198,15 @@ class Stager:
         """Copy ``capture`` and hand it over; after the return the caller may change every tensor."""
         started = time.monotonic()
         draft = self.draft(capture, attempt=attempt, step=step, rank=rank, world_size=world_size)
-        asked = time.monotonic()
-        lease = self._wait_for_buffer(self.request(draft), started + wait_s)
+        request, asked = self.request(draft), time.monotonic()
+        lease = self._wait_for_buffer(request, started + wait_s)
         waited_s = time.monotonic() - asked
         if lease is None:
             logger.info("rank %d step %d: no buffer within %.1f s, save skipped", rank, step, wait_s)
             return StageResult(staged=False, stall_s=time.monotonic() - started - waited_s, num_bytes=0)
         digest = self.fill(lease, draft)
-        self._keeper.seal(self.sealed(draft, lease, digest, stall_s=time.monotonic() - started - waited_s))
+        stall_s = time.monotonic() - started - waited_s
+        self._keeper.seal(self.sealed(request, lease, digest, world_size=world_size, stall_s=stall_s))
         return StageResult(staged=True, stall_s=time.monotonic() - started - waited_s, num_bytes=draft.num_bytes)
 
     def fill(self, lease: BufferLease, draft: Draft) -> str:
@@ -164,17 +217,18 @@ class Stager:
             self._keeper.release([lease.lease_id])
             raise
 
-    def sealed(self, draft: Draft, lease: BufferLease, header_digest: str, *, stall_s: float) -> SealedSnapshot:
-        """The word that ``draft`` lies whole in the leased buffer."""
-        header = draft.header
+    def sealed(
+        self, request: LeaseRequest, lease: BufferLease, header_digest: str, *, world_size: int, stall_s: float
+    ) -> SealedSnapshot:
+        """The word that the Snapshot ``lease`` was ``request``ed for lies whole in it."""
         return SealedSnapshot(
             lease_id=lease.lease_id,
-            run_id=self._run_id,
-            attempt=header.attempt,
-            step=header.step,
-            rank=header.rank,
-            world_size=header.world_size,
-            num_bytes=draft.num_bytes,
+            run_id=request.run_id,
+            attempt=request.attempt,
+            step=request.step,
+            rank=request.rank,
+            world_size=world_size,
+            num_bytes=request.num_bytes,
             header_digest=header_digest,
             stall_s=stall_s,
         )
@@ -198,3 +252,8 @@ class Stager:
             left_s = deadline - time.monotonic()
             if lease is not None or left_s <= 0 or self._cancelled.wait(min(_POLL_S, left_s)):
                 return lease
+
+
+def _is_updated(name: str, tensor: torch.Tensor) -> bool:
+    """Whether only an optimizer's step changes this tensor."""
+    return name.startswith(OPTIM) or (name.startswith(MODEL) and isinstance(tensor, nn.Parameter))

@@ -26,7 +26,7 @@ from workers.dataset_card import Split, load_card
 from workers.errors import AttemptRefused
 from workers.heartbeat import Pulse
 from workers.loading import WarmParts
-from workers.models import ModelTemplate
+from workers.models import ModelTemplate, state_bytes
 from workers.session import Session
 from workers.settings import WorkerSettings
 from workers.staging import Stager
@@ -83,6 +83,7 @@ class WorkerProcess:
             pid=os.getpid(),
             host=socket.gethostname(),
             device=str(device),
+            state_bytes=None if template is None else state_bytes(template.model),
         )
 
     def start(self, spec: AttemptSpec, coordinator: CoordinatorPort) -> None:

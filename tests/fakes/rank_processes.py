@@ -17,13 +17,14 @@ from typing import Any
 
 from storage.keys import Attempt, new_nonce
 from storage.sources import RestorePlan
-from workers.contract import AttemptSpec, Member, World
+from workers.contract import AttemptSpec, Member, MemorySpec, World
 from workers.rendezvous import Rendezvous
 from workers.settings import WorkerSettings
 
 __all__ = ["Ended", "RankProcess", "Trio", "make_spec"]
 
 _CALL_S = 120.0
+_KEY = bytes(range(32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ def make_spec(
     restore: RestorePlan | None = None,
     timeout_s: float = 30.0,
     data_override: bool = False,
+    memory: MemorySpec | None = None,
 ) -> AttemptSpec:
     members = tuple(Member(rank=r, worker_id=f"w{r}", node_id=f"n{r}") for r in range(world_size))
     return AttemptSpec(
@@ -58,6 +60,7 @@ def make_spec(
         group_timeout_s=timeout_s,
         restore=restore,
         data_override=data_override,
+        memory=memory,
     )
 
 
@@ -125,13 +128,26 @@ class Trio:
         restore: RestorePlan | None = None,
         data_override: bool = False,
         timeout_s: float = 30.0,
+        in_memory: bool = False,
         **script: object,
     ) -> Attempt:
-        """Begin an Attempt on the first ``world_size`` processes; ``script`` goes to rank 0's coordinator."""
+        """Begin an Attempt on the first ``world_size`` processes; ``script`` goes to rank 0's coordinator.
+
+        ``in_memory``: with generations, each replicated to the Keeper of the next rank.
+        """
         attempt, port = self.new_attempt(), self.rendezvous.address()[1]
+        peers = [self.processes[rank].call("address") for rank in range(world_size)] if in_memory else []
         for rank in range(world_size):
+            peer = peers[(rank + 1) % world_size] if world_size > 1 and in_memory else None
             spec = make_spec(
-                attempt, rank, world_size, port, restore=restore, data_override=data_override, timeout_s=timeout_s
+                attempt,
+                rank,
+                world_size,
+                port,
+                restore=restore,
+                data_override=data_override,
+                timeout_s=timeout_s,
+                memory=MemorySpec(peer=peer, key=_KEY) if in_memory else None,
             )
             self.processes[rank].call("start", spec, **script)
         return attempt
@@ -174,7 +190,13 @@ class _Server:
         self._sink = RecordingSink()
         arena = _arena_of(os.getpid())
         self._keeper = Keeper(
-            settings.run_id, f"n{self._rank}", open_store(str(root)), self._sink, settings.checkpoint, arena
+            settings.run_id,
+            f"n{self._rank}",
+            open_store(str(root)),
+            self._sink,
+            settings.checkpoint,
+            arena,
+            transport_key=_KEY,
         )
         self._worker = WorkerProcess(
             settings,
@@ -205,6 +227,12 @@ class _Server:
             skipped=tuple(heard.skipped),
             receipts=tuple(self._sink.receipts),
         )
+
+    def address(self) -> Any:
+        return self._keeper.greet().address
+
+    def memory_report(self) -> Any:
+        return self._keeper.memory_report()
 
     def abandon(self, attempt: Attempt, timeout_s: float = 30.0) -> Any:
         return self._worker.abandon(attempt, timeout_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from storage.config import CheckpointConfig
+from storage.config import CheckpointConfig, MemoryConfig
 from workers.config import DataConfig, EvalConfig, ModelConfig
 from workers.settings import WorkerSettings
 
@@ -24,9 +24,14 @@ TINY_LLAMA = ModelConfig(
 
 
 def make_settings(
-    data_url: str, *, every_steps: int | None = None, eval_every: int | None = None, total_steps: int = 6
+    data_url: str,
+    *,
+    every_steps: int | None = None,
+    eval_every: int | None = None,
+    total_steps: int = 6,
+    memory_every: int | None = None,
 ) -> WorkerSettings:
-    """The data must be packed to 16 tokens with ids below 257."""
+    """The data must be packed to 16 tokens with ids below 257. ``memory_every``: the memory Tier's cadence."""
     return WorkerSettings(
         run_id="run",
         seed=5,
@@ -34,5 +39,5 @@ def make_settings(
         model=TINY_LLAMA,
         data=DataConfig(url=data_url, sequence_length=16, global_batch=8, micro_batch=2),
         eval=EvalConfig(every_steps=eval_every, num_leaves=4),
-        checkpoint=CheckpointConfig(every_steps=every_steps),
+        checkpoint=CheckpointConfig(every_steps=every_steps, memory=MemoryConfig(mode="on", every_steps=memory_every)),
     )

@@ -1,0 +1,271 @@
+"""One rank's side threads of the memory Tier: they lease ahead, copy, seal, and wait for replicas.
+
+The training thread makes no call of a Keeper for a generation: it hands a Ticket over and, at most, waits for the copy.
+What finds no buffer in time is left out, counted and said once. Which steps are taken is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from storage.errors import KeeperUnreachable, StorageError
+from storage.keeper_protocol import BufferLease, LeaseRequest, MemoryPort, TransportAddress
+from workers.memory_ticket import Ticket
+from workers.staging import Stager
+
+__all__ = ["GenerationWriter"]
+
+_log = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.01  # between the first two questions for a buffer; the pause doubles
+_LONGEST_POLL_S: Final = 0.3
+_AWAY_S: Final = 0.5  # between two tries to reach a Keeper whose successor is on its way
+_WATCH_S: Final = 2.0  # one question for a replica
+_REMEMBERED: Final = 8
+
+
+class GenerationWriter:
+    """One Attempt's. `close` may be called from any thread, the other public methods from the training thread."""
+
+    def __init__(
+        self, stager: Stager, keeper: MemoryPort, *, peer: TransportAddress | None, world_size: int, name: str
+    ) -> None:
+        self._stager, self._keeper, self._peer, self._name = stager, keeper, peer, name
+        self._world_size = world_size
+        self._changed = threading.Condition()
+        self._ticket: Ticket | None = None
+        self._next: LeaseRequest | None = None  # what to ask ahead for
+        self._stock: BufferLease | None = None  # the writing thread's alone
+        self._safe_step = -1
+        self._unproven: deque[LeaseRequest] = deque(maxlen=3)  # sealed, replica not seen yet, oldest first
+        self._replicated: deque[int] = deque(maxlen=_REMEMBERED)
+        self._num_left_out = 0
+        self._is_closing = self._is_warm = False
+        self._trouble: str | None = None
+        self._said = ""
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=f"{name}-{verb}", daemon=True)
+            for verb, work in (("memory", self._write), ("replicas", self._watch))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_left_out(self) -> int:
+        """Snapshots that should be in memory and are not."""
+        with self._changed:
+            return self._num_left_out
+
+    def submit(self, ticket: Ticket) -> None:
+        """Begin with it at once. It is over already when the one before is still being handed over."""
+        with self._changed:
+            if self._trouble is not None:
+                raise RuntimeError(f"{self._name}: a side thread of the memory Tier broke: {self._trouble}")
+            is_busy = self._ticket is not None or self._is_closing
+            if not is_busy:
+                self._ticket = ticket
+                self._changed.notify_all()
+        if is_busy:
+            self._leave_out(ticket, "the one before it is still being handed over")
+
+    def note_safe(self, safe_step: int) -> None:
+        """Everything older than this step may go."""
+        with self._changed:
+            self._safe_step = safe_step
+
+    def is_replicated(self, step: int) -> bool:
+        """Whether this rank's generation of ``step`` is known to have its replica."""
+        with self._changed:
+            return step in self._replicated
+
+    def close(self, timeout_s: float) -> bool:
+        """Let go of every tensor. False when a copy did not end in time. The threads end after their last call."""
+        with self._changed:
+            self._is_closing = True
+            ticket = self._ticket
+            self._changed.notify_all()
+        if ticket is None or ticket.take_back():
+            return True
+        until = time.monotonic() + timeout_s
+        while ticket.is_wanted and time.monotonic() < until:
+            ticket.is_over_within(0.01)
+        return not ticket.is_wanted
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end, after `close`. False: one is still in a call of its Keeper's."""
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  the thread's outermost edge: the training thread raises it
+            _log.exception("%s: a side thread of the memory Tier broke", self._name)
+            with self._changed:
+                self._trouble = f"{type(error).__name__}: {error}"
+                ticket, self._ticket = self._ticket, None
+            if ticket is not None:
+                ticket.end(is_sealed=False)
+
+    # The thread that writes
+
+    def _write(self) -> None:
+        while (ticket := self._next_ticket()) is not None:
+            self._carry_out(ticket)
+            with self._changed:
+                self._ticket = None
+        self._return_stock()
+
+    def _next_ticket(self) -> Ticket | None:
+        """Wait for one, and meanwhile get a buffer for it. None: closing."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing or self._ticket or self._next)
+                if self._is_closing:
+                    return None
+                if self._ticket is not None:
+                    return self._ticket
+                request, self._next = self._next, None
+            if request is not None and self._stock is None:
+                self._stock_up(request)
+
+    def _stock_up(self, request: LeaseRequest) -> None:
+        """Have a buffer ready, mapped; the first time also touch the third one that a rank may hold."""
+        self._stock = self._ask(request)
+        if self._stock is None:
+            return
+        self._stager.buffers.open(self._stock.path, request.num_bytes)
+        if not self._is_warm:
+            other = self._ask(replace(request, step=request.step + 1))
+            if other is not None:
+                self._stager.buffers.open(other.path, request.num_bytes)
+                self._keeper.release([other.lease_id])
+            self._is_warm = True
+
+    def _carry_out(self, ticket: Ticket) -> None:
+        try:
+            lease, is_kept = self._lease_for(ticket)
+            if lease is None:
+                self._leave_out(ticket, "no buffer came free in time")
+                return
+            digest = self._copy(ticket, lease)
+            if digest is None:
+                self._leave_out(ticket, "no buffer came free before the next update")
+                return
+            self._seal(ticket, lease, digest, is_kept=is_kept)
+        except KeeperUnreachable as error:
+            self._leave_out(ticket, str(error))
+        except StorageError as error:
+            self._leave_out(ticket, str(error), error)
+
+    def _lease_for(self, ticket: Ticket) -> tuple[BufferLease | None, bool]:
+        """A buffer, and whether it is one of the memory Tier's: a save for the store alone is better than none."""
+        stock, self._stock = self._stock, None
+        if stock is not None and stock.num_bytes >= ticket.request.num_bytes:
+            return stock, True
+        if stock is not None:
+            self._keeper.release([stock.lease_id])
+        pause_s = _POLL_S
+        while True:
+            for is_generation in (True, False) if ticket.ship else (True,):
+                lease = self._ask(replace(ticket.request, is_generation=is_generation))
+                if lease is not None:
+                    return lease, is_generation
+            with self._changed:
+                left_s = ticket.until - time.monotonic()
+                if left_s <= 0 or self._is_closing or not ticket.is_wanted:
+                    return None, False
+                self._changed.wait_for(lambda: self._is_closing, min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    def _ask(self, request: LeaseRequest) -> BufferLease | None:
+        with self._changed:
+            request = replace(request, safe_step=self._safe_step)
+        try:
+            return self._keeper.lease_buffer(request)
+        except KeeperUnreachable as error:
+            self._say(f"no buffer: {error}")
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing, _AWAY_S)
+            return None
+
+    def _copy(self, ticket: Ticket, lease: BufferLease) -> str | None:
+        """The digest of the header; None when the Snapshot was taken back meanwhile."""
+        draft = ticket.begin_copy()
+        if draft is None:
+            self._keeper.release([lease.lease_id])
+            return None
+        try:
+            return self._stager.fill(lease, draft)
+        finally:
+            del draft
+            ticket.end_copy()
+
+    def _seal(self, ticket: Ticket, lease: BufferLease, digest: str, *, is_kept: bool) -> None:
+        sealed = self._stager.sealed(ticket.request, lease, digest, world_size=self._world_size, stall_s=ticket.stall_s)
+        peer = self._peer if is_kept else None
+        self._keeper.seal(replace(sealed, ship=ticket.ship, keep=is_kept, peer=peer))
+        with self._changed:
+            if is_kept:
+                self._unproven.append(ticket.request)
+            self._next = replace(ticket.request, step=ticket.step + 1, is_generation=True)
+            self._said = ""
+            self._changed.notify_all()
+        ticket.end(is_sealed=True)
+
+    def _leave_out(self, ticket: Ticket, reason: str, error: StorageError | None = None) -> None:
+        with self._changed:
+            self._num_left_out += 1
+            is_closing = self._is_closing
+        if not is_closing:
+            self._say(f"no Snapshot in memory: {reason}", step=ticket.step)
+        ticket.end(is_sealed=False, error=error)
+
+    def _say(self, what: str, step: int | None = None) -> None:
+        """Once, until it works again."""
+        with self._changed:
+            is_new, self._said = self._said != what, what
+        if is_new:
+            _log.warning("%s%s: %s", self._name, "" if step is None else f" step {step}", what)
+
+    def _return_stock(self) -> None:
+        stock, self._stock = self._stock, None
+        if stock is not None:
+            try:
+                self._keeper.release([stock.lease_id])
+            except StorageError as error:  # the Keeper takes it back when a newer Attempt leases
+                _log.info("%s: a buffer was not given back: %s", self._name, error)
+
+    # The thread that waits for replicas
+
+    def _watch(self) -> None:
+        while (request := self._next_unproven()) is not None:
+            proven = -1
+            try:
+                progress = self._keeper.wait_replicated(request.attempt, request.rank, request.step, _WATCH_S)
+                proven = progress.replicated_step
+            except StorageError as error:
+                self._say(f"nothing is known of its replica: {error}", step=request.step)
+            with self._changed:
+                if proven >= request.step and request in self._unproven:
+                    self._unproven.remove(request)
+                if proven == request.step:  # of one that was overtaken it is not known
+                    self._replicated.append(proven)
+                elif proven < request.step:
+                    self._changed.wait_for(lambda: self._is_closing, _AWAY_S)
+
+    def _next_unproven(self) -> LeaseRequest | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closing or self._unproven)
+            return None if self._is_closing else self._unproven[0]
