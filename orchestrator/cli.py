@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.cli_checkpoints import checkpoints
+from orchestrator.cli_control import SAVE_EPILOG, SCALE_EPILOG, STOP_EPILOG, save, scale, stop
 from orchestrator.cli_data import data
 from orchestrator.cli_doctor import DOCTOR_EPILOG, doctor
 from orchestrator.exit_codes import ExitCode
@@ -34,6 +35,9 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 app.add_typer(checkpoints, name="checkpoints")
 app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
+app.command("scale", epilog=SCALE_EPILOG)(scale)
+app.command("save", epilog=SAVE_EPILOG)(save)
+app.command("stop", epilog=STOP_EPILOG)(stop)
 
 _RUN_EPILOG = """[bold]Examples[/bold]
 

@@ -45,7 +45,7 @@ __all__ = [
 
 
 class CheckpointsCode(IntEnum):
-    """Exit codes of `raysume checkpoints` and `raysume doctor`."""
+    """Exit codes of the commands that work on a Run's place: `checkpoints`, `doctor`, `scale`, `save`, `stop`."""
 
     OK = 0
     USAGE = 2
@@ -55,6 +55,9 @@ class CheckpointsCode(IntEnum):
     IN_USE = 18  # as ExitCode.REFUSED: a driver holds the Run
     NOT_FOUND = 20
     CORRUPT = 21
+    NO_DRIVER = 22
+    REFUSED_BY_DRIVER = 23
+    NO_ANSWER = 24
 
 
 Url = Annotated[str, typer.Argument(help="Root directory or URL of the run.", show_default=False)]
