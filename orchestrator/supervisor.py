@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -35,6 +37,7 @@ _STOP_MARGIN_S: Final = 60.0
 _MAX_REFUSALS: Final = 10  # a killed driver's Lease must run out first
 _REFUSAL_PAUSE_S: Final = 3.0
 _UNCAUGHT: Final = 1
+_KEPT_LINES: Final = 400
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 StartDriver = Callable[[tuple[str, ...]], Driver]
@@ -55,6 +58,9 @@ def supervise(plan: SupervisorPlan) -> int:
             node_resources={name: amount * workers for name, amount in resources.items()},
             fittings=fittings_for(plan.actions, plan.config),
         )
+        # With --json nothing is shown; why a driver broke must be all the same.
+        kept: deque[str] = deque(maxlen=_KEPT_LINES)
+        say = view.note if plan.show_progress else kept.append
         proxy: StoreProxy | None = None
         try:
             proxy = _open_proxy(plan, cluster.host)
@@ -72,9 +78,12 @@ def supervise(plan: SupervisorPlan) -> int:
                     events_path=plan.events_path,
                     json_output=plan.json_output,
                 )
-                return DriverChild(command, view.note)
+                return DriverChild(command, say)
 
-            return Supervisor(plan, cluster, start_driver, view, stops, proxy).run()
+            code = Supervisor(plan, cluster, start_driver, view, stops, proxy).run()
+            if code in (_UNCAUGHT, ExitCode.INTERNAL_ERROR):
+                print(*kept, sep="\n", file=sys.stderr, flush=True)
+            return code
         finally:
             view.close()
             cluster.close()
