@@ -7,6 +7,7 @@ this file to make the actor, and a driver does not load torch: whatever needs to
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from storage.keeper_actor import KeeperClient, keeper_name
 from storage.keys import Attempt
+from workers.chaos_seam import CHAOS_DIRECTORY_VARIABLE, open_seam
 from workers.contract import (
     AbandonReport,
     AttemptSpec,
@@ -77,6 +79,8 @@ class WorkerActor:
         from workers.worker_process import WorkerProcess  # loads torch: here, never in the driver that names this class
 
         logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s {worker_id} %(name)s: %(message)s")
+        if CHAOS_DIRECTORY_VARIABLE in os.environ:
+            open_seam(os.environ[CHAOS_DIRECTORY_VARIABLE])
         self._process = WorkerProcess(
             settings,
             worker_id=worker_id,
