@@ -21,6 +21,7 @@ from storage.keeper_protocol import TransportAddress
 from storage.transport import ReplicaHolder, ReplicaRef, ReplicaRoom
 from storage.transport_door import Door
 from storage.transport_wire import (
+    BrokenChannel,
     Channel,
     Deadline,
     Fetch,
@@ -184,7 +185,10 @@ class TransportServer:
         channel = connection.channel
         wait_for(channel.sock, "read", Deadline(self._limits.idle_s))
         request = channel.receive(Request, self._moving(self._limits.stall_s))
-        connection.idle_since_s = None
+        with self._lock:
+            if connection.key != self._key:
+                raise BrokenChannel("it asks with the key of an earlier driver")
+            connection.idle_since_s = None
         match request.body:
             case Put():
                 reply = self._take(channel, request.body.ref())

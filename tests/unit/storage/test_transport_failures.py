@@ -280,6 +280,18 @@ def test_a_fetch_is_tried_once_more_when_the_connection_breaks() -> None:
         client.close()
 
 
+def test_fetches_one_after_the_other_share_a_connection() -> None:
+    def answer_thrice(channel: Channel) -> None:
+        for _ in range(3):
+            part_of(b"0123456789")(channel)
+
+    with scripted_server(KEY, RUN, answer_thrice) as address:
+        client = ReplicaClient(address, KEY, RUN, deadline_s=WAIT_S)
+        for _ in range(3):
+            assert client.fetch(FIRST, 3, 0, 0, 10) == b"0123456789"
+        client.close()
+
+
 def test_a_fetch_goes_on_after_the_server_dropped_its_idle_connection(
     holder: FakeHolder, start: Callable[..., TransportServer]
 ) -> None:

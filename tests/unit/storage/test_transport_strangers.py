@@ -25,10 +25,11 @@ RUN = "run"
 FIRST = Attempt(number=1, nonce="00000001")
 CONTENT = b"what is held"
 MAX_GUESTS = 4
+NEVER_S = 10 * WAIT_S
 
 
 def limits(handshake_s: float) -> TransportLimits:
-    return TransportLimits(handshake_s=handshake_s, max_guests=MAX_GUESTS)
+    return TransportLimits(handshake_s=handshake_s, stall_s=NEVER_S, max_guests=MAX_GUESTS)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def holder() -> FakeHolder:
 
 @pytest.fixture
 def server(holder: FakeHolder) -> Iterator[TransportServer]:
-    server = TransportServer(holder, run_id=RUN, node_id="n1", host="127.0.0.1", key=KEY, limits=limits(WAIT_S))
+    server = TransportServer(holder, run_id=RUN, node_id="n1", host="127.0.0.1", key=KEY, limits=limits(NEVER_S))
     yield server
     server.close()
 
@@ -186,7 +187,10 @@ def test_a_claim_of_a_huge_message_is_not_allocated(server: TransportServer) -> 
 def test_a_new_key_shuts_the_old_one_out(server: TransportServer) -> None:
     old = ReplicaClient(server.address, KEY, RUN, deadline_s=WAIT_S)
     assert old.fetch(FIRST, 3, 0, 0, len(CONTENT)) == CONTENT
+    idle = call(server.address, KEY, RUN)
     server.set_key(OTHER_KEY)
+    assert is_hung_up(idle.sock)
+    idle.sock.close()
     with pytest.raises(StoreRefused, match="the key of an earlier driver"):
         old.fetch(FIRST, 3, 0, 0, len(CONTENT))
     old.close()
