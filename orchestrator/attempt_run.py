@@ -16,17 +16,18 @@ import ray
 
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
-from orchestrator.decisions import Leave, Stop
+from orchestrator.decisions import Keep, Leave, Stop
 from orchestrator.failure_policy import AttemptFacts, Fault, classify
 from orchestrator.fencing import Reckoning, reckon
 from orchestrator.heartbeats import Hang
 from orchestrator.recorder import Recorder
 from orchestrator.restored import restored_fields
 from orchestrator.sizing import Sizing
+from orchestrator.slow_node_watch import SlowNodeWatch
 from orchestrator.states import State
 from orchestrator.vital_signs import GONE, VitalSigns
 from orchestrator.worker_group import WorkerGroup
-from workers.contract import AttemptSpec, Outcome, OutcomeKind, Phase, World
+from workers.contract import AttemptSpec, OrderKind, Outcome, OutcomeKind, Phase, World
 
 __all__ = ["AttemptEnd", "AttemptRun", "Broken", "Finished", "Left"]
 
@@ -46,13 +47,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """Every rank left at ``step`` by Order. ``stop``: the Run is to end with this, else regroup for ``cause``."""
+    """Every rank left at ``step`` by Order. ``stop``: the Run is to end with this, else regroup for ``cause``.
+
+    ``is_parted``: its Snapshot is in memory alone.
+    """
 
     step: int
     cause: str
     reason: str
     detected_at_s: float
     stop: Stop | None = None
+    is_parted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,10 @@ AttemptEnd = Finished | Left | Broken
 
 
 class AttemptRun:
-    """Watches one World. `run` blocks until the Attempt has ended; every wait inside is bounded by a limit."""
+    """Watches one World. `run` blocks until the Attempt has ended; every wait inside is bounded by a limit.
+
+    ``part_kind``: by which Order a World is to end that another one takes over from at once.
+    """
 
     def __init__(
         self,
@@ -78,12 +86,14 @@ class AttemptRun:
         coordinator: CoordinatorClient,
         config: RunConfig,
         sizing: Sizing,
+        slow_nodes: SlowNodeWatch,
         recorder: Recorder,
         tick: Callable[[], None],
         draining: Callable[[], frozenset[str]],
         living: Callable[[], frozenset[str]],
         asked_to_stop: Callable[[], Stop | None],
         is_store_away: Callable[[], bool],
+        part_kind: Callable[[], OrderKind],
         move: Callable[[State], None],
     ) -> None:
         self._world = world
@@ -91,12 +101,14 @@ class AttemptRun:
         self._coordinator = coordinator
         self._config = config
         self._sizing = sizing
+        self._slow_nodes = slow_nodes
         self._recorder = recorder
         self._tick = tick
         self._draining = draining
         self._living = living
         self._asked_to_stop = asked_to_stop
         self._is_store_away = is_store_away
+        self._part_kind = part_kind
         self._move = move
         self._refs: dict[Any, str] = {}
         self._outcomes: dict[str, Outcome] = {}
@@ -105,6 +117,7 @@ class AttemptRun:
         self._is_formed = self._has_stepped = False
         self._awaits_restore = self._awaits_data = False
         self._leave: Leave | None = None
+        self._leave_kind = OrderKind.LEAVE
         self._leave_at = 0.0
         self._leave_wall_s = 0.0
         self._stop: Stop | None = None
@@ -171,7 +184,12 @@ class AttemptRun:
         leave = self._leave or Leave(cause="join", reason="ranks left")
         self._recorder.emit("left", attempt=self._world.attempt, step=step)
         return Left(
-            step=step, cause=leave.cause, reason=leave.reason, detected_at_s=self._leave_wall_s, stop=self._stop
+            step=step,
+            cause=leave.cause,
+            reason=leave.reason,
+            detected_at_s=self._leave_wall_s,
+            stop=self._stop,
+            is_parted=self._leave_kind is OrderKind.PART,
         )
 
     # -- heartbeats -------------------------------------------------------------------------------------------------
@@ -234,19 +252,25 @@ class AttemptRun:
             return
         if not self._is_formed:
             return
+        views = self._group.views(self._draining())
+        steps_left = self._config.run.steps - self._recorder.newest_step_this_attempt
         decision = self._sizing.consider(
-            self._group.views(self._draining()),
-            steps_left=self._config.run.steps - self._recorder.newest_step_this_attempt,
+            views,
+            steps_left=steps_left,
             is_someone_starting=self._group.is_someone_starting,
             # A World that parts now could not restore: it would stand still until the store is back.
             may_change=not self._is_store_away(),
         )
+        if isinstance(decision, Keep) and not self._is_store_away():
+            decision = self._slow_nodes.consider(views, self._sizing.world, steps_left)
         if isinstance(decision, Leave):
             self._order_leave(decision)
 
     def _order_leave(self, leave: Leave) -> None:
         self._leave, self._leave_at, self._leave_wall_s = leave, time.monotonic(), time.time()
-        self._coordinator.submit_leave(leave.reason)
+        if self._stop is None:  # the next World takes over what this one keeps in memory; no other Run could
+            self._leave_kind = self._part_kind()
+        self._coordinator.submit_leave(leave.reason, self._leave_kind)
         self._recorder.emit("decision", attempt=self._world.attempt, decision="leave", reason=leave.reason)
         _log.info("leave ordered: %s", leave.reason)
         self._move(State.LEAVING)

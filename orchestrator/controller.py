@@ -13,21 +13,27 @@ from dataclasses import dataclass
 
 from orchestrator.aftermath import Aftermath
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Finished, Left
+from orchestrator.block_list import BlockList
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Stop
 from orchestrator.exit_codes import ExitCode
+from orchestrator.failure_policy import FaultKind
 from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
+from orchestrator.keepers import KeeperCrew
+from orchestrator.memory_setup import MemorySetup
+from orchestrator.memory_survey import KeeperSurvey
 from orchestrator.node_watcher import NodeWatcher
+from orchestrator.plan_chooser import PlanChooser
 from orchestrator.recorder import Recorder
 from orchestrator.request_work import Desk, RequestWork
 from orchestrator.resume import Resume
 from orchestrator.scaling_policy import WorkerView
 from orchestrator.sizing import SCALE, Sizing
+from orchestrator.slow_node_watch import SlowNodeWatch
 from orchestrator.states import State, checked_move
 from orchestrator.store_waits import StoreWaits
-from orchestrator.store_watch import StoreUser
 from orchestrator.worker_group import WorkerGroup
 from storage.errors import StorageError, StoreUnavailable
 from storage.keys import Attempt
@@ -37,8 +43,6 @@ from workers.contract import AttemptSpec, Member, World
 __all__ = ["Controller", "RunEnd"]
 
 _log = logging.getLogger(__name__)
-IN_FLIGHT_SAVE_S = 3.0  # how long a save that can still become whole is waited for before a restore is planned
-AFTER_OUTAGE_S = 45.0  # the same, where a Keeper tries again every half minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,7 @@ class Controller:
         nonce: str,
         group: WorkerGroup,
         watcher: NodeWatcher,
+        crew: KeeperCrew,
         coordinator: CoordinatorClient,
         journal: Journal,
         recorder: Recorder,
@@ -69,25 +74,30 @@ class Controller:
         stop_requested: threading.Event,
         lease_lost: threading.Event,
         first_attempt_number: int,
+        durable_step: int | None,
     ) -> None:
         self._run_id = run_id
         self._config = config
         self._nonce = nonce
         self._group = group
+        self._watcher = watcher
         self._coordinator = coordinator
         self._journal = journal
         self._recorder = recorder
         self._rendezvous = rendezvous
-        self._resume = resume
         self._stop_requested = stop_requested
         self._lease_lost = lease_lost
         self._next_number = first_attempt_number
         self._state = State.GATHERING
         self._sizing = Sizing(config, recorder, journal.entries)
         recorder.listen(self._sizing.pace.on_signal)
+        self._slow_nodes = SlowNodeWatch(config, recorder, self._sizing.pace)
+        recorder.listen(self._slow_nodes.on_signal)
         self._gathering = Gathering(
             config=config,
             sizing=self._sizing,
+            slow_nodes=self._slow_nodes,
+            block_list=BlockList(config.failure, BlockList.from_entries(entry.fields for entry in journal.entries)),
             group=group,
             watcher=watcher,
             recorder=recorder,
@@ -110,7 +120,21 @@ class Controller:
             recorder=recorder,
             store=self._store,
         )
-
+        self._memory = MemorySetup(config.checkpoint.memory, crew, recorder)
+        self._chooser = PlanChooser(
+            config=config,
+            nonce=nonce,
+            entries=journal.entries,
+            coordinator=coordinator,
+            store=self._store,
+            recorder=recorder,
+            survey=KeeperSurvey(crew.handles),
+            memory_key=crew.transport_key,
+            living=self._gathering.living,
+            draining=self._gathering.draining,
+            resume=resume,
+            durable_step=durable_step,
+        )
         sizing, aftermath = self._sizing, self._aftermath
         self._requests = RequestWork(
             desk=desk,
@@ -133,7 +157,8 @@ class Controller:
         end: AttemptEnd | None = None
         while True:
             self._move(State.GATHERING)
-            members = self._gathering.members(wait_for_more=is_first)
+            is_unsaved = isinstance(end, Left) and end.is_parted
+            members = self._gathering.members(wait_for_more=is_first, is_unsaved=is_unsaved)
             if isinstance(members, Stop):
                 return self._end(members)
             is_first = False
@@ -143,7 +168,7 @@ class Controller:
             end = ended
             if isinstance(end, Finished):
                 self._move(State.SAVING)
-            decision = self._aftermath.after(end, self._resume.url)
+            decision = self._aftermath.after(end, self._chooser.resume_url)
             if isinstance(decision, Stop):
                 digest = end.weights_digest if isinstance(end, Finished) else None
                 return self._end(decision, digest)
@@ -167,62 +192,65 @@ class Controller:
         """Form a World of ``members``, restore, train; returns how it ended."""
         attempt = Attempt(number=self._next_number, nonce=self._nonce)
         self._next_number += 1
-        try:
-            plan = self._choose_plan(attempt, before)
-        except StoreUnavailable as error:
-            return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=f"resume: {error}")
-        except StorageError as error:
-            return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=f"resume: {error}")
-        if isinstance(plan, Stop):
-            return plan
         world = World(
             attempt=attempt,
             members=tuple(
                 Member(rank=rank, worker_id=view.worker_id, node_id=view.node_id) for rank, view in enumerate(members)
             ),
         )
+        plan = self._arrange_memory(world) or self._choose_plan(world, before)
+        if isinstance(plan, Stop):
+            return plan
         self._move(State.FORMING)
         restored_step = self._announce(world, cause, plan, before)
         if isinstance(restored_step, Stop):
             return restored_step
-        self._store.begin_attempt(restored_step)
+        is_from_memory = plan is not None and plan.memory is not None
+        self._store.begin_attempt(restored_step, self._chooser.durable_step if is_from_memory else None)
         self._coordinator.begin_attempt(attempt, world.size, restored_step)
+        if is_from_memory and cause == FaultKind.PREEMPTION.value:
+            self._coordinator.submit_snapshot("after a preemption notice: what was in memory alone is to be durable")
+        self._slow_nodes.begin(world)
         run = AttemptRun(
             world=world,
             group=self._group,
             coordinator=self._coordinator,
             config=self._config,
             sizing=self._sizing,
+            slow_nodes=self._slow_nodes,
             recorder=self._recorder,
-            tick=self._gathering.tick,
+            tick=self._tick,
             draining=self._gathering.draining,
             living=self._gathering.living,
             asked_to_stop=self._asked_to_stop,
+            part_kind=lambda: self._memory.leave_kind(world.members, self._gathering.draining()),
             is_store_away=lambda: self._store.is_away,
             move=self._move,
         )
         return run.run(self._specs(world, plan))
 
-    def _choose_plan(self, attempt: Attempt, before: AttemptEnd | None) -> RestorePlan | Stop | None:
-        """Where to go on. A save that every living rank already handed over is waited for first."""
-        stop: Stop | None = None
-        if isinstance(before, Left):
-            stop = self._store.wait_settled(before.step, self._config.checkpoint.leave_timeout_s)
-        elif isinstance(before, Broken) and not before.facts.lost_nodes and self._coordinator.pending():
-            stop = self._store.wait_settled(None, AFTER_OUTAGE_S if self._store.is_away else IN_FLIGHT_SAVE_S)
-        if stop is not None:
-            return stop
-        self._store.take_signals()
-        if self._recorder.num_commits:
-            # Only now: an Attempt that broke before its first Commit must not go on from elsewhere, or from nothing.
-            self._resume = Resume(allow_partial=self._config.run.allow_partial)
-        resume = self._resume
-        plan = self._store.call(
-            StoreUser.PLAN,
-            lambda: self._coordinator.choose_plan(attempt, resume.step, resume.allow_partial, resume.url),
-            outlasts_refusals=self._recorder.num_commits > 0,
+    def _tick(self) -> None:
+        self._gathering.tick()
+        self._memory.note_errors()
+
+    def _arrange_memory(self, world: World) -> Stop | None:
+        facts = [self._group.worker(member.worker_id).facts for member in world.members]
+        sizes = [one.state_bytes for one in facts if one is not None and one.state_bytes is not None]
+        living = self._gathering.living()
+        return self._memory.arrange(
+            world.members,
+            nodes={node_id: node for node_id, node in self._watcher.view().nodes.items() if node_id in living},
+            draining=self._gathering.draining(),
+            state_bytes=max(sizes, default=None),
         )
-        return resume.narrowed(plan) if isinstance(plan, RestorePlan) else plan
+
+    def _choose_plan(self, world: World, before: AttemptEnd | None) -> RestorePlan | Stop | None:
+        try:
+            return self._chooser.choose(world.attempt, before, [member.node_id for member in world.members])
+        except StoreUnavailable as error:
+            return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=f"resume: {error}")
+        except StorageError as error:
+            return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=f"resume: {error}")
 
     def _announce(self, world: World, cause: str, plan: RestorePlan | None, before: AttemptEnd | None) -> int | Stop:
         """Journal the Attempt and its plan before any rank loads; returns the step it resumes from."""
@@ -238,6 +266,7 @@ class Controller:
             world=[[member.worker_id, member.node_id] for member in world.members],
             restored_step=restored_step,
             restored_from=plan.source.stem if plan is not None else None,
+            restored_tier=plan.tier if plan is not None else None,
             restored_levels=plan.levels if plan is not None else None,
             lost_steps=lost_steps,
         )
@@ -271,6 +300,7 @@ class Controller:
                 group_timeout_s=self._config.failure.group_timeout_s,
                 restore=plan,
                 data_override=self._config.data.allow_changed,
+                memory=self._memory.spec(member.node_id),
             )
             for member in world.members
         }

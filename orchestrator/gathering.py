@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
+from orchestrator.block_list import BlockList, NodeFailure
 from orchestrator.config import RunConfig
 from orchestrator.decisions import Stop, Wait
 from orchestrator.exit_codes import ExitCode
-from orchestrator.node_watcher import NodeWatcher
+from orchestrator.node_watcher import NodeView, NodeWatcher
 from orchestrator.recorder import Recorder
-from orchestrator.scaling_policy import WorkerView, choose_members, wait_reason, workers_that_fit
+from orchestrator.scaling_policy import (
+    WorkerView,
+    choose_members,
+    nodes_to_admit,
+    wait_reason,
+    workers_that_fit,
+)
 from orchestrator.sizing import Sizing
+from orchestrator.slow_node_watch import SlowNodeWatch
 from orchestrator.worker_group import WorkerGroup
 
 __all__ = ["Gathering"]
@@ -31,6 +39,8 @@ class Gathering:
         *,
         config: RunConfig,
         sizing: Sizing,
+        slow_nodes: SlowNodeWatch,
+        block_list: BlockList,
         group: WorkerGroup,
         watcher: NodeWatcher,
         recorder: Recorder,
@@ -39,6 +49,8 @@ class Gathering:
     ) -> None:
         self._config = config
         self._sizing = sizing
+        self._slow_nodes = slow_nodes
+        self._block_list = block_list
         self._group = group
         self._watcher = watcher
         self._recorder = recorder
@@ -46,18 +58,25 @@ class Gathering:
         self._asked_to_stop = asked_to_stop
         self._dead_nodes: set[str] = set()
 
-    def members(self, *, wait_for_more: bool) -> tuple[WorkerView, ...] | Stop:
-        """Ready workers for a World; waits below the minimum, at the first start also a grace for the maximum."""
+    def members(self, *, wait_for_more: bool, is_unsaved: bool = False) -> tuple[WorkerView, ...] | Stop:
+        """Ready workers for a World; waits below the minimum, at the first start also a grace for the maximum.
+
+        ``is_unsaved``: what the last World did is in memory alone. A person's stop then waits until another World has
+        saved it, where there are workers for one.
+        """
+        for node_id in self._block_list.blocked:
+            self._group.forget_node(node_id)
         began = time.monotonic()
         said: Wait | None = None
         while True:
             self.tick()
             world = self._sizing.world  # a person may change it meanwhile
             stop = self._asked_to_stop() or self._refused_to_start()
-            if stop is not None:
-                return stop
             views = self._group.views(self.draining())
             members = choose_members(views, world)
+            if stop is not None:
+                can_save = is_unsaved and stop.exit_code is ExitCode.STOPPED and len(members) >= world.min_workers
+                return members if can_save else stop
             waited = time.monotonic() - began
             if len(members) >= world.min_workers:
                 is_full = len(members) >= world.max_workers
@@ -65,8 +84,10 @@ class Gathering:
                 if is_full or settled or not wait_for_more:
                     return members
             else:
+                self._slow_nodes.wake()
                 num_starting = sum(1 for view in views if not view.is_ready)
-                wait = wait_reason(len(members), num_starting, world)
+                num_blocked = len(self._block_list.blocked.keys() & self.living())
+                wait = wait_reason(len(members), num_starting, world, num_blocked)
                 said = self._say_waiting(wait, said, waited)
                 if waited > world.max_wait_s:
                     text = f"waited {waited:.0f} s (world.max_wait_s) for {wait.missing}"
@@ -80,14 +101,13 @@ class Gathering:
         for node_id in self._group.known_nodes():
             if node_id not in living or node_id in self._dead_nodes:
                 self._group.forget_node(node_id)
-        for node_id, node in living.items():
-            is_new = node_id not in self._group.known_nodes() and node_id not in self._dead_nodes
-            count = workers_that_fit(node.resources, self._config.world)
-            if is_new and count and node.drain_deadline_at_s is None:
-                self._group.admit(node_id, min(count, self._sizing.num_workers))
+        self._take_nodes(living)
         before = {view.worker_id for view in self._group.views(frozenset()) if view.is_ready}
-        for lost in self._group.reconcile(self._sizing.num_workers, self.draining()):
+        failures: list[tuple[str, NodeFailure]] = []
+        for lost in self._group.reconcile(self._sizing.num_workers, self._unusable()):
             _log.warning("worker %s on node %s did not start: %s", lost.worker_id, lost.node_id[:12], lost.reason)
+            if lost.worker_id != "-" and not lost.is_refusal:
+                failures.append((lost.node_id, NodeFailure.NOT_STARTED))
         for worker in self._group.views(frozenset()):
             if worker.is_ready and worker.worker_id not in before:
                 facts = self._group.worker(worker.worker_id).facts
@@ -96,11 +116,52 @@ class Gathering:
         for worker_id, seconds in self._group.starting_for_s().items():
             if seconds > self._config.failure.starting_s:
                 _log.warning("worker %s did not start within failure.starting_s; it is replaced", worker_id)
+                failures.append((self._group.worker(worker_id).node_id, NodeFailure.NOT_STARTED))
                 self._group.remove_worker(worker_id)
+        if failures:
+            self.note_failures(failures)
+        if self._recorder.steps_this_attempt:  # before, the new World may be reading from what is given back
+            self._group.release(self._sizing.num_workers, self._unusable())
+
+    def _take_nodes(self, living: Mapping[str, NodeView]) -> None:
+        """Take as many nodes into use as the workers that are wanted need."""
+        missing = self._sizing.num_workers - self._group.capacity(self._unusable())
+        unusable = self._unusable() | self._dead_nodes
+        fits = [
+            (node_id, self._group.room(node_id, workers_that_fit(node.resources, self._config.world)))
+            for node_id, node in living.items()
+            if node_id not in unusable and node.drain_deadline_at_s is None
+        ]
+        fits.sort(key=lambda fit: self._group.reluctance(fit[0]))
+        for node_id, count in nodes_to_admit(fits, missing).items():
+            self._group.admit(node_id, count)
+
+    def note_failures(self, failures: Iterable[tuple[str, NodeFailure]]) -> None:
+        """Workers failed on these nodes; one on which they do so again and again is not used any more."""
+        now = time.monotonic()
+        living, unusable = self._watcher.view().living(), self._unusable() | self._dead_nodes
+        for node_id, kind in failures:
+            if node_id in living and node_id not in unusable:
+                self._block_list.note(node_id, now, kind)
+        fits = {n: workers_that_fit(v.resources, self._config.world) for n, v in living.items() if n not in unusable}
+        enough = sum(fits.values()) - self._config.world.min_workers
+        for node_id, reason in self._block_list.review(now, {n: fit <= enough for n, fit in fits.items()}).items():
+            _log.warning("node %s is not used any more: %s", node_id[:12], reason)
+            self._recorder.emit("node_blocked", node=node_id, reason=reason)
+            if not any(view.is_member and view.node_id == node_id for view in self._group.views(frozenset())):
+                self._group.forget_node(node_id)
+
+    @property
+    def blocked(self) -> dict[str, str]:
+        """Nodes that are not used any more, and why."""
+        return self._block_list.blocked
+
+    def _unusable(self) -> frozenset[str]:
+        return self.draining() | self._block_list.blocked.keys()
 
     def draining(self) -> frozenset[str]:
-        """Nodes with a preemption notice."""
-        return self._watcher.view().draining()
+        """Nodes that the World is to do without: with a preemption notice, or at rest because they were slow."""
+        return self._watcher.view().draining() | self._slow_nodes.resting
 
     def living(self) -> frozenset[str]:
         """Nodes that Ray lists as alive and nobody has found dead."""

@@ -147,8 +147,9 @@ class _Driver:
             if self._config.run.resume == "auto" and has_whole_end(self._store, log, steps):
                 reason = f"step {steps} was committed before; raise run.steps to train on"
                 return record.finish(RunEnd(exit_code=ExitCode.SUCCESS, reason=reason))
+            durable_step = max((commit.step for commit in log.commits()), default=0)
             try:
-                end = self._control(coordinator, journal, record, resume, stop, lease_lost, first_number)
+                end = self._control(coordinator, journal, record, resume, stop, lease_lost, first_number, durable_step)
             except ray.exceptions.RayError as error:
                 # A signal to the whole process group stops Ray as well: then the stop was what was asked for.
                 code = ExitCode.STOPPED if stop.is_set() else ExitCode.INTERNAL_ERROR
@@ -166,6 +167,7 @@ class _Driver:
         stop: threading.Event,
         lease_lost: threading.Event,
         first_number: int,
+        durable_step: int | None,
     ) -> RunEnd:
         meeting_point = MeetingPoint()
         crew = KeeperCrew(self._run_id, self._config)
@@ -186,6 +188,7 @@ class _Driver:
                 nonce=self._nonce,
                 group=group,
                 watcher=watcher,
+                crew=crew,
                 coordinator=coordinator,
                 journal=journal,
                 recorder=Recorder(record.sink, start_unix_s=record.start_unix_s, newest_step=record.newest_step),
@@ -196,6 +199,7 @@ class _Driver:
                 stop_requested=stop,
                 lease_lost=lease_lost,
                 first_attempt_number=first_number,
+                durable_step=durable_step,
             )
             return controller.run()
         finally:

@@ -22,6 +22,7 @@ from orchestrator.signals import (
     StepFinished,
 )
 from storage.keys import Attempt
+from workers.contract import StepReport
 
 __all__ = ["EventSink", "Recorder"]
 
@@ -47,6 +48,7 @@ class Recorder:
         self.steps_this_attempt = 0
         self.commits_this_attempt = 0
         self.newest_step_this_attempt = 0
+        self.safe_step_this_attempt = -1  # in memory, replicas included
         self.newest_step_s: float | None = None
         self.num_commits = 0  # of this driver
         self._delayed: set[tuple[int, int | None]] = set()
@@ -70,6 +72,7 @@ class Recorder:
         self.steps_this_attempt = 0
         self.commits_this_attempt = 0
         self.newest_step_this_attempt = int(fields["restored_step"])
+        self.safe_step_this_attempt = -1
         self._delayed.clear()
         self._sink.emit("attempt_started", attempt=attempt.number, world_size=world_size, **fields)
 
@@ -104,6 +107,7 @@ class Recorder:
                 self.newest_step = max(self.newest_step, report.step)
                 self.newest_step_this_attempt = max(self.newest_step_this_attempt, report.step)
                 self.steps_this_attempt += 1
+                self.safe_step_this_attempt = max(self.safe_step_this_attempt, report.safe_step)
                 self.newest_step_s = report.step_s
                 self._sink.emit(
                     "step",
@@ -118,6 +122,7 @@ class Recorder:
                     step_s=report.step_s,
                     finished_s=self.since_start_s(report.finished_at_s),
                     world_size=self._world_size,
+                    **_memory_fields(report),
                 )
             case Evaluated(report=report):
                 self._sink.emit(
@@ -181,3 +186,14 @@ class Recorder:
                 _log.warning("step %d is quarantined: %s: %s", step, key, reason)
             case _:
                 assert_never(signal)
+
+
+def _memory_fields(report: StepReport) -> dict[str, Any]:
+    """Nothing where the memory Tier is off."""
+    if report.memory_step < 0 and report.safe_step < 0:
+        return {}
+    return {
+        "memory_step": report.memory_step,
+        "safe_step": report.safe_step,
+        "memory_stall_s": report.memory_stall_s,
+    }

@@ -92,8 +92,9 @@ class StoreWaits:
         if self._watch.wants_save(now) and len(self._coordinator.pending()) < _MOST_SAVES:
             self._coordinator.submit_snapshot("no save is under way that would tell whether the store is back")
 
-    def begin_attempt(self, restored_step: int) -> None:
-        self._watch.begin_attempt(restored_step, self._monotonic())
+    def begin_attempt(self, restored_step: int, durable_step: int | None = None) -> None:
+        """See StoreWatch.begin_attempt."""
+        self._watch.begin_attempt(restored_step, self._monotonic(), durable_step)
 
     def loading_failed(self, reason: str) -> Stop | None:
         """Ranks could not read a Checkpoint because the store did not answer. Waits a little before the next try."""

@@ -97,11 +97,16 @@ class StoreWatch:
             at_risk_s=max(0.0, now_s - began_s) if at_risk_steps else 0.0,
         )
 
-    def begin_attempt(self, restored_step: int, now_s: float) -> None:
-        """A new Attempt goes on from ``restored_step``; the saves of the one before are forgotten."""
+    def begin_attempt(self, restored_step: int, now_s: float, durable_step: int | None = None) -> None:
+        """A new Attempt goes on from ``restored_step``; the saves of the one before are forgotten.
+
+        ``durable_step``: of the newest Checkpoint, where it went on from memory.
+        """
         self._note_peak(now_s)
-        self._durable_step = self._newest_step = restored_step
-        self._durable_at_s = now_s
+        self._newest_step = restored_step
+        self._durable_step = restored_step if durable_step is None else min(durable_step, restored_step)
+        if self._durable_step == restored_step or self._durable_at_s is None:
+            self._durable_at_s = now_s
         self._bound_at_s.clear()
         self.answered(StoreUser.SAVES, now_s)
 

@@ -90,10 +90,12 @@ def build_plan(
     root_url: str,
     time_utc: str,
     metadata: Mapping[str, JsonValue],
+    key: bytes,
 ) -> RestorePlan:
     """The plan by which ``attempt`` loads ``chosen``. Raises CommitRefused where the Receipts do not make it whole.
 
     ``receipts``: what the Keeper of each node answered. ``member_nodes``: the node of each rank of the new World.
+    ``key``: opens the transport.
     """
     merge = StepMerge()
     places: list[tuple[MemoryPlace, ...]] = []
@@ -114,7 +116,7 @@ def build_plan(
         manifest_bytes=len(content),
         manifest_digest=digest128(content),
         shards=tuple(_locations(chosen, places, member_nodes)),
-        memory=MemorySource(manifest=content, places=tuple(places)),
+        memory=MemorySource(manifest=content, places=tuple(places), key=key),
     )
 
 

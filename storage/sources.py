@@ -7,7 +7,7 @@ another `ShardSource`; what they return is unchecked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from storage.keeper_protocol import TransportAddress
@@ -39,10 +39,14 @@ class MemoryPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySource:
-    """A complete step in memory: its Manifest as JSON, and for each saving rank, in order, who holds its Shard."""
+    """A complete step in memory: its Manifest as JSON, and for each saving rank, in order, who holds its Shard.
+
+    ``key`` opens the transport to them, also for a World that keeps nothing in memory itself.
+    """
 
     manifest: bytes
     places: tuple[tuple[MemoryPlace, ...], ...]
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

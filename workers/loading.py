@@ -116,10 +116,10 @@ def _local_directory(settings: WorkerSettings, spec: AttemptSpec) -> Path | None
 
 
 def _reach(settings: WorkerSettings, spec: AttemptSpec) -> MemoryReach | None:
-    if spec.memory is None:
+    if spec.restore is None or spec.restore.memory is None:
         return None
     node_id = spec.world.members[spec.rank].node_id
-    return MemoryReach(node_id=node_id, run_id=settings.run_id, key=spec.memory.key)
+    return MemoryReach(node_id=node_id, run_id=settings.run_id, key=spec.restore.memory.key)
 
 
 def _meta_model(makers: Makers, template: ModelTemplate | None) -> nn.Module:

@@ -220,6 +220,7 @@ def plan_of(
         root_url="memory://",
         time_utc="2026-01-01T00:00:00.000Z",
         metadata={"config": "x"},
+        key=bytes(32),
     )
 
 

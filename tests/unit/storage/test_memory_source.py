@@ -24,10 +24,11 @@ from storage.keeper_protocol import (
 from storage.keys import Attempt, StepKey
 from storage.manifest import Receipt
 from storage.memory_plan import ChosenGeneration, build_plan, choose_generation
-from storage.memory_shard import index_snapshot
+from storage.memory_shard import index_snapshot, read_receipt
 from storage.memory_source import MemoryReach, MemoryShardSource
 from storage.restore import read_manifest
 from storage.sources import MemorySource, RestorePlan, ShardLocation
+from storage.transport import ReplicaRef
 from storage.transport_server import TransportServer
 from tests.fakes.replica_holder import FakeHolder
 from tests.fakes.snapshot_writer import fill, make_header, sealed
@@ -50,7 +51,17 @@ def raw_shard(rank: int) -> tuple[bytes, Receipt]:
     lease = BufferLease(lease_id="x", path="x", num_bytes=num_bytes)
     snapshot: SealedSnapshot = sealed(header, lease, digest)
     shard = index_snapshot(snapshot, memoryview(buffer))
-    return bytes(buffer) + shard.tail, shard.receipt
+    content = bytes(buffer) + shard.tail
+    ref = ReplicaRef(
+        run_id=header.run_id,
+        attempt=ATTEMPT,
+        step=STEP,
+        rank=rank,
+        world_size=WORLD,
+        num_bytes=len(content),
+        digest=shard.digest,
+    )
+    return content, read_receipt(ref, memoryview(content))
 
 
 @dataclass
@@ -106,6 +117,7 @@ class Cluster:
             root_url="memory://",
             time_utc="2026-01-01T00:00:00.000Z",
             metadata={},
+            key=KEY,
         )
 
 

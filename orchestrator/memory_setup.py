@@ -1,0 +1,132 @@
+"""Sets the memory Tier up for each World: how much of it there is, where replicas go, and what each rank is told.
+
+The policies decide (memory_policy, replica_policy); here their facts are gathered and what they chose is said, once for
+each change. What Keepers hold is not seen here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from orchestrator.decisions import Stop
+from orchestrator.exit_codes import ExitCode
+from orchestrator.memory_policy import MemoryChoice, MemoryFacts, decide_memory
+from orchestrator.node_watcher import NodeView
+from orchestrator.recorder import Recorder
+from orchestrator.replica_policy import assign_peers
+from storage.config import MemoryConfig
+from storage.keeper_protocol import KeeperGreeting
+from workers.contract import Member, MemorySpec, OrderKind
+
+__all__ = ["MemorySetup"]
+
+_log = logging.getLogger(__name__)
+
+
+class Crew(Protocol):
+    """What this file needs of KeeperCrew."""
+
+    @property
+    def transport_key(self) -> bytes: ...
+
+    def handles(self) -> Mapping[str, Any]: ...
+
+    def greetings(self) -> Mapping[str, KeeperGreeting]: ...
+
+    def memory_errors(self) -> Mapping[str, str]: ...
+
+
+class MemorySetup:
+    """One per driver; `arrange` comes before every Attempt."""
+
+    def __init__(self, config: MemoryConfig, crew: Crew, recorder: Recorder) -> None:
+        self._config = config
+        self._crew = crew
+        self._recorder = recorder
+        self._choice = MemoryChoice(mode="off", reason="no World yet")
+        self._peers: dict[str, str | None] = {}
+        self._said: tuple[object, ...] | None = None
+        self._errors: dict[str, str] = {}
+
+    def arrange(
+        self,
+        members: Sequence[Member],
+        *,
+        nodes: Mapping[str, NodeView],
+        draining: Collection[str],
+        state_bytes: int | None,
+    ) -> Stop | None:
+        """For a World of ``members`` among the living ``nodes``. A Stop where what was insisted on does not fit."""
+        if self._config.mode == "off":
+            return None
+        greetings = {node: one for node, one in self._crew.greetings().items() if node in nodes}
+        domains = {
+            node: nodes[node].labels.get(self._config.domain_label)
+            for node, greeting in greetings.items()
+            if greeting.address is not None
+        }
+        ranks = Counter(member.node_id for member in members)
+        peers = assign_peers(domains, ranks, leaving=draining)
+        facts = MemoryFacts(
+            state_bytes=state_bytes,
+            ranks=ranks,
+            budgets={node: greeting.budget_bytes for node, greeting in greetings.items()},
+            peers=peers,
+        )
+        self._choice = decide_memory(self._config, facts)
+        self._peers = peers if self._choice.mode == "replicated" else dict.fromkeys(ranks)
+        self._say()
+        if self._config.mode == "on" and not self._choice.fits:
+            text = f"checkpoint.memory.mode is on, but {self._choice.reason}; auto goes on with what fits"
+            return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=text)
+        return None
+
+    def spec(self, node_id: str) -> MemorySpec | None:
+        """What a rank on ``node_id`` is told. None: it takes no generations."""
+        if self._choice.mode == "off":
+            return None
+        greeting = self._crew.greetings().get(self._peers.get(node_id) or "")
+        return MemorySpec(peer=None if greeting is None else greeting.address, key=self._crew.transport_key)
+
+    def leave_kind(self, members: Sequence[Member], draining: Collection[str]) -> OrderKind:
+        """How a World that regroups at once is to end: PART where what each member keeps in memory can be expected to
+        be there for the next."""
+        nodes = {member.node_id for member in members}
+        has_worked = self._recorder.safe_step_this_attempt >= 0
+        if self._choice.mode == "off" or not has_worked or not nodes <= set(self._crew.handles()):
+            return OrderKind.LEAVE
+        if self._choice.mode == "own-only" and nodes & set(draining):
+            return OrderKind.LEAVE  # what the node keeps goes with it
+        return OrderKind.PART
+
+    def note_errors(self) -> None:
+        """Say once what keeps Keepers from replicating; each change again."""
+        if self._config.mode == "off":
+            return
+        errors = dict(self._crew.memory_errors())
+        for node, reason in errors.items():
+            if self._errors.get(node) != reason:
+                _log.warning("memory: node %s: %s", node[:12], reason)
+                self._recorder.emit("memory_degraded", node=node, reason=reason)
+        self._errors = errors
+
+    def _say(self) -> None:
+        choice = self._choice
+        peers = {node: peer for node, peer in sorted(self._peers.items()) if peer is not None}
+        said = (choice.mode, choice.need_bytes, choice.have_bytes, tuple(peers.items()))
+        if said == self._said:
+            return
+        self._said = said
+        log = _log.info if choice.fits else _log.warning
+        log("memory tier: %s: %s", choice.mode, choice.reason)
+        self._recorder.emit(
+            "memory_tier",
+            mode=choice.mode,
+            need_bytes=choice.need_bytes,
+            have_bytes=choice.have_bytes,
+            peers=peers,
+            reason=choice.reason,
+        )
