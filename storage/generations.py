@@ -14,7 +14,6 @@ from storage.errors import StorageError
 from storage.generation import Generation, Lane
 from storage.keeper_protocol import MemoryProgress, SealedSnapshot
 from storage.keys import Attempt
-from storage.manifest import Receipt
 from storage.transport import ReplicaRef
 
 __all__ = ["Generations"]
@@ -153,9 +152,9 @@ class Generations:
         """Wait for the oldest whole one that should have a replica and whose next try is due; a rank's go in order."""
         return self._take(self._sendable, clock)
 
-    def set_whole(self, generation: Generation, ref: ReplicaRef, receipt: Receipt) -> None:
+    def set_whole(self, generation: Generation, ref: ReplicaRef) -> None:
         with self._changed:
-            generation.ref, generation.receipt, generation.is_at_work = ref, receipt, False
+            generation.ref, generation.is_at_work = ref, False
             if generation.snapshot is not None and generation.snapshot.peer is None:
                 self._replicated(generation)
             elif generation.attempt.number < self._newest_attempt:

@@ -7,21 +7,22 @@ Shard, any reader of Shards reads it, and no byte is without a digest. It holds 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import xxhash
 
 from storage.codec import digest64, digest128
 from storage.errors import StorageError
-from storage.frames import read_index
 from storage.keeper_protocol import SealedSnapshot
 from storage.keys import StepKey, shard_key
-from storage.manifest import SHARD_VERSION, AttemptRecord, ChunkIndex, Frame, Receipt, ShardIndex, ShardRecord
+from storage.manifest import SHARD_VERSION, AttemptRecord, ChunkPlace, Receipt, ShardRecord, TensorLayout
 from storage.shard_format import MAGIC, TRAILER, TRAILER_BYTES, itemsize_of, num_rows, row_bytes
-from storage.shipping import check_against_seal, key_of, tensor_layouts
+from storage.shipping import check_against_seal
 from storage.snapshot_format import SnapshotHeader, StagedChunk, header_digest, read_header
 from storage.transport import ReplicaRef
 
@@ -34,11 +35,11 @@ _SLACK_BYTES: Final = 256 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShard:
-    """What makes a sealed buffer of ``num_bytes`` less ``tail`` a Shard object of ``num_bytes``."""
+    """``tail`` behind the sealed buffer makes it a Shard object of ``num_bytes`` with xxh3_128 ``digest``."""
 
     tail: bytes
     num_bytes: int
-    receipt: Receipt
+    digest: str
 
 
 def likely_tail_bytes(num_bytes: int) -> int:
@@ -51,73 +52,75 @@ def index_snapshot(snapshot: SealedSnapshot, buffer: memoryview) -> MemoryShard:
     header = read_header(buffer)
     check_against_seal(snapshot, header, header_digest(buffer))
     whole = xxhash.xxh3_128()
-    index = ShardIndex.model_construct(
-        step=header.step,
-        attempt=AttemptRecord.of(header.attempt),
-        rank=header.rank,
-        chunks=tuple(_index(chunk, buffer, whole) for chunk in _tiles(header, len(buffer))),
-    )
-    footer = index.model_dump_json().encode()
+    # By hand: it is made at every step, of thousands of chunks, and models would take longer than the digests.
+    chunks = ",".join(_index(chunk, buffer, whole) for chunk in _tiles(header, len(buffer)))
+    attempt = AttemptRecord.of(header.attempt).model_dump_json()
+    footer = (
+        f'{{"version":{SHARD_VERSION},"step":{header.step},"attempt":{attempt},"rank":{header.rank},'
+        f'"chunks":[{chunks}]}}'
+    ).encode()
     tail = footer + TRAILER.pack(len(footer), SHARD_VERSION, 0, MAGIC)
     whole.update(tail)
-    record = ShardRecord(
-        rank=header.rank,
-        key=key_of(snapshot),
-        size=len(buffer) + len(tail),
-        digest=whole.hexdigest(),
-        index_bytes=len(footer),
-        index_digest=digest128(footer),
-    )
-    receipt = _receipt(header, index, record).model_copy(update={"tier": "own-memory", "stall_s": snapshot.stall_s})
-    return MemoryShard(tail=tail, num_bytes=record.size, receipt=receipt)
+    return MemoryShard(tail=tail, num_bytes=len(buffer) + len(tail), digest=whole.hexdigest())
 
 
 def read_receipt(ref: ReplicaRef, content: memoryview) -> Receipt:
-    """The Receipt of a replica, from its own bytes, whose digest is known to be ``ref.digest``.
+    """The Receipt of the object ``content``, from its own bytes, whose digest is known to be ``ref.digest``.
 
-    Raises StorageError when header, index and ``ref`` do not name the same Snapshot and the same places.
+    Raises StorageError when it is not the Snapshot that ``ref`` names.
     """
-    where = f"replica of step {ref.step} rank {ref.rank} of attempt {ref.attempt.label}"
+    where = f"step {ref.step} rank {ref.rank} of attempt {ref.attempt.label} in memory"
     header = read_header(content)
     said = (header.run_id, header.attempt, header.step, header.rank, header.world_size)
     if said != (ref.run_id, ref.attempt, ref.step, ref.rank, ref.world_size) or len(content) != ref.num_bytes:
-        raise StorageError(f"{where}: its header says {said}, its {len(content)} bytes are not what was announced")
-    length, *_ = TRAILER.unpack(content[-TRAILER_BYTES:])
-    if length > len(content) - TRAILER_BYTES:
-        raise StorageError(f"{where}: an index of {length} bytes does not fit its {len(content)} bytes")
-    record = ShardRecord(
-        rank=ref.rank,
-        key=shard_key(StepKey(step=ref.step, attempt=ref.attempt), ref.rank),
-        size=ref.num_bytes,
-        digest=ref.digest,
-        index_bytes=length,
-        index_digest=digest128(content[-TRAILER_BYTES - length : -TRAILER_BYTES]),
-    )
-    index = read_index(lambda offset, size: bytes(content[offset : offset + size]), record, step=ref.step)
-    found = {(chunk.name, chunk.offsets): chunk.frames[0].offset for chunk in index.chunks if chunk.name != FILLER}
-    expected = {(chunk.name, chunk.offsets): chunk.data_offset for chunk in header.chunks if math.prod(chunk.sizes)}
-    if found != expected:
-        raise StorageError(f"{where}: its index does not list the chunks that its header lists")
-    return _receipt(header, index, record).model_copy(update={"tier": "peer-memory"})
-
-
-def _receipt(header: SnapshotHeader, index: ShardIndex, record: ShardRecord) -> Receipt:
+        raise StorageError(f"{where}: its header says {said}, and it has {len(content)} bytes, not {ref.num_bytes}")
+    length, version, _, magic = TRAILER.unpack(content[-TRAILER_BYTES:])
+    if (version, magic) != (SHARD_VERSION, MAGIC) or length > len(content) - TRAILER_BYTES:
+        raise StorageError(f"{where}: it does not end as a version {SHARD_VERSION} Shard of {len(content)} bytes does")
     return Receipt(
         run_id=header.run_id,
         step=header.step,
         attempt=AttemptRecord.of(header.attempt),
         world_size=header.world_size,
-        shard=record,
-        tensors=tensor_layouts(header, index),
+        tier="peer-memory",
+        shard=ShardRecord(
+            rank=ref.rank,
+            key=shard_key(StepKey(step=ref.step, attempt=ref.attempt), ref.rank),
+            size=ref.num_bytes,
+            digest=ref.digest,
+            index_bytes=length,
+            index_digest=digest128(content[-TRAILER_BYTES - length : -TRAILER_BYTES]),
+        ),
+        tensors=_layouts(header),
         shared_state=header.shared_state,
         rank_state=header.rank_state,
     )
 
 
+def _layouts(header: SnapshotHeader) -> dict[str, TensorLayout]:
+    """As storage.shipping.tensor_layouts makes them for a Shard without rounded chunks, which all of these are."""
+    first: dict[str, StagedChunk] = {}
+    places: dict[str, list[ChunkPlace]] = {}
+    for chunk in header.chunks:
+        known = first.setdefault(chunk.name, chunk)
+        if (known.dtype, known.shape, known.level) != (chunk.dtype, chunk.shape, chunk.level):
+            raise StorageError(f"step {header.step} rank {header.rank}: blocks of {chunk.name} disagree")
+        held = places.setdefault(chunk.name, [])
+        if math.prod(chunk.sizes):
+            held.append(ChunkPlace.model_construct(rank=header.rank, offsets=chunk.offsets, sizes=chunk.sizes))
+    # Its values were checked with the header: thousands of them need not be a second time.
+    return {
+        name: TensorLayout.model_construct(
+            dtype=chunk.dtype, shape=chunk.shape, level=chunk.level, chunks=tuple(places[name])
+        )
+        for name, chunk in first.items()
+    }
+
+
 def _tiles(header: SnapshotHeader, num_bytes: int) -> Iterator[StagedChunk]:
     """The chunks that hold something, and what lies before, between and behind them, in the order of their bytes."""
     position = 0
-    chunks = (chunk for chunk in header.chunks if math.prod(chunk.sizes))
+    chunks = (chunk for chunk in header.chunks if chunk.num_bytes)
     for chunk in sorted(chunks, key=lambda chunk: chunk.data_offset):
         if chunk.itemsize != itemsize_of(chunk.dtype):
             raise StorageError(
@@ -146,30 +149,30 @@ def _filler(start: int, stop: int) -> StagedChunk:
     )
 
 
-def _index(chunk: StagedChunk, buffer: memoryview, whole: xxhash.xxh3_128) -> ChunkIndex:
-    """All three digests of a frame are taken while its bytes are in the cache."""
+def _index(chunk: StagedChunk, buffer: memoryview, whole: xxhash.xxh3_128) -> str:
+    """The ChunkIndex as JSON. All digests of a frame are taken while its bytes are in the cache."""
     width, rows = row_bytes(chunk.sizes, chunk.itemsize), num_rows(chunk.sizes)
     step = max(1, _FRAME_BYTES // width)
-    raw_digest, frames = xxhash.xxh3_64(), []
+    raw_digest, frames = xxhash.xxh3_64() if step < rows else None, []
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        offset = chunk.data_offset + start * width
-        length = (stop - start) * width
+        offset, length = chunk.data_offset + start * width, (stop - start) * width
         part = buffer[offset : offset + length]
         whole.update(part)
-        raw_digest.update(part)
+        if raw_digest is not None:
+            raw_digest.update(part)
+        digest = digest64(part)
         frames.append(
-            Frame.model_construct(
-                rows=(start, stop), offset=offset, stored_bytes=length, raw_bytes=length, digest=digest64(part)
-            )
+            f'{{"rows":[{start},{stop}],"offset":{offset},"stored_bytes":{length},"raw_bytes":{length},'
+            f'"digest":"{digest}"}}'
         )
-    return ChunkIndex.model_construct(
-        name=chunk.name,
-        dtype=chunk.dtype,
-        offsets=chunk.offsets,
-        sizes=chunk.sizes,
-        level=chunk.level,
-        encoding="raw",
-        raw_digest=raw_digest.hexdigest(),
-        frames=tuple(frames),
-    )
+    of_chunk = digest if raw_digest is None else raw_digest.hexdigest()
+    known = _known(chunk.name, chunk.dtype, chunk.offsets, chunk.sizes, chunk.level)
+    return f'{{{known},"raw_digest":"{of_chunk}","frames":[{",".join(frames)}]}}'
+
+
+@lru_cache(maxsize=1 << 15)
+def _known(name: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], level: str) -> str:
+    """What stands in the index of a chunk at every step."""
+    fields = {"name": name, "dtype": dtype, "offsets": offsets, "sizes": sizes, "level": level, "encoding": "raw"}
+    return json.dumps(fields, separators=(",", ":"))[1:-1]

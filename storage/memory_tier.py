@@ -160,9 +160,13 @@ class MemoryTier:
         if generation.receipt is None and generation.ref is not None:
             try:
                 content = self._arena.open(generation.lease_id, generation.num_bytes)
-                generation.receipt = read_receipt(generation.ref, content)
+                receipt = read_receipt(generation.ref, content)
             except StorageError as error:
-                logger.warning("%s: its replica cannot be used: %s", generation.where, error)
+                logger.warning("%s: what is held of it cannot be used: %s", generation.where, error)
+                return None
+            if generation.snapshot is not None:
+                receipt = receipt.model_copy(update={"tier": "own-memory", "stall_s": generation.snapshot.stall_s})
+            generation.receipt = receipt
         return generation.receipt
 
     def _drop(self, generation: Generation) -> None:

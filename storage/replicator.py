@@ -113,9 +113,9 @@ class Replicator:
             rank=snapshot.rank,
             world_size=snapshot.world_size,
             num_bytes=shard.num_bytes,
-            digest=shard.receipt.shard.digest,
+            digest=shard.digest,
         )
-        self._generations.set_whole(generation, ref, shard.receipt)
+        self._generations.set_whole(generation, ref)
 
     def _send_loop(self) -> None:
         while (generation := self._generations.next_to_send(time.monotonic)) is not None:
