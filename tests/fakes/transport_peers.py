@@ -1,4 +1,4 @@
-"""Peers of the transport that do the handshake properly and then whatever the test says; nothing of them is hidden."""
+"""What tests of the transport share: one Run and its replicas, and peers that do the handshake and then as told."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from storage.codec import digest128
 from storage.keeper_protocol import TransportAddress
+from storage.keys import Attempt
+from storage.transport import ReplicaRef
+from storage.transport_client import send_replica
 from storage.transport_wire import (
     HELLO_BYTES,
     MAGIC,
@@ -21,9 +26,32 @@ from storage.transport_wire import (
     receive_into,
 )
 
-__all__ = ["WAIT_S", "call", "scripted_server", "soon", "take"]
+__all__ = ["FIRST", "KEY", "RUN", "WAIT_S", "call", "put", "ref_of", "scripted_server", "soon", "take"]
 
+KEY = bytes(range(32))
+RUN = "run"
+FIRST = Attempt(number=1, nonce="00000001")
 WAIT_S = 20.0
+
+
+def ref_of(content: bytes, step: int = 3) -> ReplicaRef:
+    """A replica of rank 0 with these bytes."""
+    return ReplicaRef(
+        run_id=RUN,
+        attempt=FIRST,
+        step=step,
+        rank=0,
+        world_size=4,
+        num_bytes=len(content),
+        digest=digest128(content),
+        safe_step=1,
+    )
+
+
+def put(address: TransportAddress, content: bytes, ref: ReplicaRef | None = None, **options: Any) -> bool:
+    """Sends straight from memory: all of it is tail."""
+    options = {"deadline_s": WAIT_S, "pace": None, **options}
+    return send_replica(address, KEY, ref or ref_of(content), -1, 0, content, **options)
 
 
 def soon() -> Deadline:

@@ -9,25 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from storage.codec import digest128
 from storage.errors import ObjectMissing, StorageError
-from storage.keys import Attempt
 from storage.transport import ReplicaRef
 from storage.transport_client import ReplicaClient, send_replica
 from storage.transport_server import TransportServer
 from tests.fakes.replica_holder import FakeHolder
+from tests.fakes.transport_peers import FIRST, KEY, RUN, ref_of
 
-KEY = bytes(range(32))
-RUN = "run"
-FIRST = Attempt(number=1, nonce="00000001")
 MIB = 1 << 20
-
-
-def ref_of(content: bytes, step: int = 3, rank: int = 0, run_id: str = RUN) -> ReplicaRef:
-    return ReplicaRef(
-        run_id=run_id, attempt=FIRST, step=step, rank=rank, world_size=4, num_bytes=len(content),
-        digest=digest128(content), safe_step=1,
-    )  # fmt: skip
 
 
 @pytest.fixture

@@ -12,17 +12,14 @@ import pytest
 
 from storage.codec import digest128
 from storage.errors import StoreRefused, StoreUnavailable
-from storage.keys import Attempt
 from storage.transport import ReplicaRef
 from storage.transport_client import ReplicaClient, send_replica
 from storage.transport_server import TransportLimits, TransportServer
 from storage.transport_wire import MAGIC, NONCE_BYTES, PROOF_BYTES, Channel, Fetch, Handshake, Reply, Request, Verdict
 from tests.fakes.replica_holder import FakeHolder
-from tests.fakes.transport_peers import WAIT_S, call, scripted_server, soon, take
+from tests.fakes.transport_peers import FIRST, KEY, RUN, WAIT_S, call, scripted_server, soon, take
 
-KEY, OTHER_KEY = bytes(range(32)), bytes(32)
-RUN = "run"
-FIRST = Attempt(number=1, nonce="00000001")
+OTHER_KEY = bytes(32)
 CONTENT = b"what is held"
 MAX_GUESTS = 4
 NEVER_S = 10 * WAIT_S
