@@ -67,6 +67,11 @@ class FailureConfig(_Settings):
     max_same_step_failures: int | None = Field(
         3, ge=2, description="stop once workers were lost, or hung, at the same step this often; null: never"
     )
+    slow_node: Literal["report", "exclude"] = Field(
+        "report", description="exclude: part from a node that computes slower than the others where that pays"
+    )
+    slow_ratio: float = Field(1.5, gt=1, description="from how many times the others' computing time on a node is slow")
+    slow_node_rest_s: float = Field(3600.0, gt=0, description="how long a node that was excluded is not used")
     group_timeout_s: float = Field(120.0, gt=0, description="collective time-out for vanished peers")
     settle_s: float = Field(2.0, gt=0, description="how long all members are asked after the first error")
     poll_s: float = Field(0.25, gt=0)

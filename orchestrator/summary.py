@@ -28,7 +28,7 @@ __all__ = [
 Event = Mapping[str, object]
 
 _FAULT_VERBS = frozenset({"kill-node", "kill-worker", "stop-worker", "drain-node"})
-_PLANNED_CAUSES = frozenset({"start", "join", "leave", "resize"})
+_PLANNED_CAUSES = frozenset({"start", "join", "leave", "resize", "slow-node"})
 _DRIVER_RESTART = "driver-restart"
 _PREEMPTION = "preemption"
 
