@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.attempt_run import AttemptEnd, Broken, Finished, Left
+from orchestrator.block_list import NodeFailure
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Regroup, Stop
@@ -67,6 +68,8 @@ class Aftermath:
 
     def write_journal(self, kind: str, **values: Any) -> Stop | None:
         """One entry, with the counters; tried again for as long as the store is away."""
+        if self._gathering.blocked:
+            values["blocked"] = self._gathering.blocked
         write = partial(self._journal.append_counters, kind, self._counters, **values)
         try:
             return self._store.call(StoreUser.JOURNAL, write)
@@ -114,8 +117,10 @@ class Aftermath:
     def _after_fault(self, end: Broken, resume_url: str | None) -> Regroup | Stop:
         for node_id in end.facts.lost_nodes:
             self._gathering.lose_node(node_id)
+        failures = self._failures_by_node(end)
         for worker_id in end.facts.lost_workers:
             self._group.remove_worker(worker_id)
+        self._gathering.note_failures(failures)
         stop = self._quarantine(end, resume_url)
         if stop is not None:
             return stop
@@ -134,6 +139,13 @@ class Aftermath:
         if is_outage(end.fault) and isinstance(decision, Regroup):
             return self._store.loading_failed(end.fault.detail) or decision
         return decision
+
+    def _failures_by_node(self, end: Broken) -> list[tuple[str, NodeFailure]]:
+        """Members that failed although their node lives; what a lost node takes along says nothing about another."""
+        node_of = {view.worker_id: view.node_id for view in self._group.views(frozenset())}
+        hung = dict.fromkeys(end.facts.hung_workers, NodeFailure.HANG)
+        kinds = dict.fromkeys(end.facts.lost_workers, NodeFailure.WORKER_LOST) | hung
+        return [(node_of[worker_id], kind) for worker_id, kind in kinds.items() if worker_id in node_of]
 
     def _quarantine(self, end: Broken, resume_url: str | None) -> Stop | None:
         """Take the Checkpoint that a rank could not read, if that was the fault, out of use."""

@@ -7,79 +7,40 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
+from orchestrator.group_parts import (
+    MAX_STARTS_PER_NODE,
+    Admission,
+    NodeParts,
+    SpawnWorker,
+    StartKeeper,
+    Worker,
+    WorkerLost,
+)
 from orchestrator.letting_go import LettingGo
 from orchestrator.lifelines import Lifelines
 from orchestrator.node_agent import NodeAgentActor
+from orchestrator.node_bundles import NodeBundles
 from orchestrator.placement import NodePlacement, on_node
-from orchestrator.scaling_policy import WorkerView
+from orchestrator.scaling_policy import WorkerView, choose_surplus
 from orchestrator.start_failure import is_refusal, reason_of
 from storage.errors import KeeperRefused
 from storage.keys import Attempt
-from workers.contract import AttemptSpec, WorkerFacts
-from workers.lifeline import LifelineSpec
+from workers.contract import AttemptSpec
 
 __all__ = ["NodeParts", "SpawnWorker", "StartKeeper", "Worker", "WorkerGroup", "WorkerLost"]
 
 _log = logging.getLogger(__name__)
 _ADMIT_THREADS = 8
 OUTCOME_CALL_S = 600.0  # one outcome call waits this long in the worker, then is made anew
-MAX_STARTS_PER_NODE = 3  # worker starts that may fail on one node before it is left alone
 _LET_GO_S = 10.0
-
-
-class SpawnWorker(Protocol):
-    """Creates one worker actor; `orchestrator.launch` supplies it."""
-
-    def __call__(
-        self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any], lifeline: LifelineSpec
-    ) -> Any: ...
-
-
-StartKeeper = Callable[[str], Any]  # node id -> Keeper actor handle; may block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLost:
-    """A worker that could not be started or is gone, and why. ``is_refusal``: its own code raised, and would again."""
-
-    worker_id: str
-    node_id: str
-    reason: str
-    is_refusal: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class NodeParts:
-    """What this driver keeps on one node."""
-
-    node_id: str
-    agent: Any
-    keeper: Any
-    placement: NodePlacement
-    free_bundles: list[int] = field(default_factory=list)
-    failed_starts: int = 0
-    refusal: WorkerLost | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Worker:
-    """One worker process. ``facts`` is set once it is warm."""
-
-    worker_id: str
-    node_id: str
-    bundle: int
-    actor: Any
-    ready_ref: Any
-    started_at: float
-    facts: WorkerFacts | None = None
-    is_member: bool = False
+_ADMISSION_S = 20.0  # a node that takes longer to be taken in is not counted on any more
 
 
 class WorkerGroup:
@@ -105,7 +66,8 @@ class WorkerGroup:
         self._monotonic = monotonic
         self._nodes: dict[str, NodeParts] = {}
         self._workers: dict[str, Worker] = {}
-        self._admitting: dict[str, Future[NodeParts]] = {}
+        self._admitting: dict[str, Admission] = {}
+        self._num_failed_admissions: Counter[str] = Counter()
         self._refused: dict[str, list[WorkerLost]] = {}  # by Keepers, for each node
         self._num_spawned = 0
         self._threads = ThreadPoolExecutor(max_workers=_ADMIT_THREADS, thread_name_prefix="admit")
@@ -116,35 +78,81 @@ class WorkerGroup:
         """Those in use, on their way, or left alone because their Keeper refuses to be made."""
         return frozenset(self._nodes) | frozenset(self._admitting) | self._left_alone()
 
+    def capacity(self, excluded: frozenset[str]) -> int:
+        """Workers that the nodes in use and those on their way can hold, without the ``excluded`` ones."""
+        now = self._monotonic()
+        inside = [p.bundles.num for n, p in self._nodes.items() if n not in excluded and not p.is_exhausted]
+        coming = [
+            admission.count
+            for node_id, admission in self._admitting.items()
+            if node_id not in excluded and now - admission.began_at < _ADMISSION_S
+        ]
+        return sum(inside) + sum(coming)
+
+    def room(self, node_id: str, fit: int) -> int:
+        """Further workers that this driver may put on a node where ``fit`` can be; none on one that is not in order."""
+        parts = self._nodes.get(node_id)
+        if parts is None:
+            return 0 if node_id in self.known_nodes() else fit
+        return 0 if parts.is_exhausted else max(0, fit - parts.bundles.num)
+
+    def reluctance(self, node_id: str) -> tuple[int, int]:
+        """Which nodes to take last: those that could not be taken in before, then those in use."""
+        return (self._num_failed_admissions[node_id], int(node_id in self._nodes))
+
     def admit(self, node_id: str, count: int) -> None:
-        """Begin to use a node for ``count`` workers; agent and Keeper start beside everything else."""
-        self._admitting[node_id] = self._threads.submit(self._build_node, node_id, count)
+        """Use a node for ``count`` more workers; on a new one agent and Keeper start beside everything else."""
+        if node_id in self._nodes:
+            self._nodes[node_id].bundles.grow(count)
+            return
+        future = self._threads.submit(self._build_node, node_id, count)
+        self._admitting[node_id] = Admission(count=count, future=future, began_at=self._monotonic())
+
+    def release(self, wanted: int, excluded: frozenset[str]) -> None:
+        """Let go of workers that ``wanted`` ones do not need, then of what their nodes held for them. Members stay."""
+        for worker_id in choose_surplus(self.views(excluded), wanted):
+            self.remove_worker(worker_id)
+        surplus = self.capacity(excluded) - wanted
+        busy = {worker.node_id for worker in self._workers.values()}
+        for node_id, parts in sorted(self._nodes.items(), key=lambda item: item[0] in busy):
+            if surplus <= 0:
+                return
+            if node_id in excluded or parts.is_exhausted:
+                continue
+            gone = parts.bundles.trim(surplus)
+            surplus -= sum(placement.count for placement in gone)
+            for placement in gone:
+                self._letting_go.remove(placement)
+            if not parts.bundles.placements:
+                _log.info("node %s is given back", node_id[:12])
+                self.forget_node(node_id)
 
     def _build_node(self, node_id: str, count: int) -> NodeParts:
         agent = NodeAgentActor.options(
             num_cpus=0, max_concurrency=4, max_restarts=0, scheduling_strategy=on_node(node_id)
         ).remote(node_id, self.lifelines.spec)
-        placement = NodePlacement(self._run_id, node_id, count, self._resources)
+        bundles = NodeBundles(lambda number: NodePlacement(self._run_id, node_id, number, self._resources), count)
         try:
             keeper = self._start_keeper(node_id)
         except BaseException:
-            placement.remove()
+            for placement in bundles.placements:
+                placement.remove()
             raise
-        return NodeParts(
-            node_id=node_id, agent=agent, keeper=keeper, placement=placement, free_bundles=list(range(count))
-        )
+        return NodeParts(node_id=node_id, agent=agent, keeper=keeper, bundles=bundles)
 
     def reconcile(self, max_workers: int, draining: frozenset[str]) -> tuple[WorkerLost, ...]:
         """Take admitted nodes in, start workers on free bundles up to ``max_workers``, notice who became ready.
         Returns what failed."""
         lost: list[WorkerLost] = []
-        for node_id, future in [(n, f) for n, f in self._admitting.items() if f.done()]:
+        for node_id, future in [(n, a.future) for n, a in self._admitting.items() if a.future.done()]:
             del self._admitting[node_id]
             error = future.exception()
             if error is None:
                 self._nodes[node_id] = future.result()
                 self._refused.pop(node_id, None)
+                del self._num_failed_admissions[node_id]
                 continue
+            self._num_failed_admissions[node_id] += 1
             is_refusal, reason = isinstance(error, KeeperRefused), f"{type(error).__name__}: {error}"
             lost.append(WorkerLost(worker_id="-", node_id=node_id, reason=reason, is_refusal=is_refusal))
             if is_refusal:
@@ -163,17 +171,17 @@ class WorkerGroup:
             return
         usable = sum(1 for worker in self._workers.values() if worker.node_id not in draining)
         for parts in self._nodes.values():
-            while parts.free_bundles and usable < max_workers and parts.node_id not in draining:
-                if parts.failed_starts >= MAX_STARTS_PER_NODE:
+            while parts.bundles.num_free and usable < max_workers and parts.node_id not in draining:
+                if parts.is_exhausted:
                     break
                 self._start_worker(parts)
                 usable += 1
 
     def _start_worker(self, parts: NodeParts) -> None:
-        bundle = parts.free_bundles.pop(0)
+        bundle = parts.bundles.take()
         self._num_spawned += 1
         worker_id = f"w{self._num_spawned:03d}-{parts.node_id[:8]}"
-        options = parts.placement.actor_options(bundle)
+        options = bundle.actor_options()
         actor = self._spawn(
             worker_id=worker_id,
             node_id=parts.node_id,
@@ -223,14 +231,18 @@ class WorkerGroup:
         self._refused.pop(node_id, None)
         parts = self._nodes.pop(node_id, None)
         if parts is not None:
-            self._letting_go.kill(parts.agent)
-            self._letting_go.remove(parts.placement)
+            self._let_go(parts)
         self.lifelines.forget_node(node_id)
 
+    def _let_go(self, parts: NodeParts) -> None:
+        self._letting_go.kill(parts.agent)
+        for placement in parts.bundles.placements:
+            self._letting_go.remove(placement)
+
     def _give_up_admission(self, node_id: str) -> None:
-        future = self._admitting.pop(node_id, None)
-        if future is not None and not future.cancel():
-            future.add_done_callback(_discard)
+        admission = self._admitting.pop(node_id, None)
+        if admission is not None and not admission.future.cancel():
+            admission.future.add_done_callback(_discard)
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
@@ -324,7 +336,7 @@ class WorkerGroup:
         self._letting_go.kill(worker.actor)
         parts = self._nodes.get(worker.node_id)
         if parts is not None:
-            parts.free_bundles.append(worker.bundle)
+            parts.bundles.give_back(worker.bundle)
 
     # -- keepers ----------------------------------------------------------------------------------------------------
 
@@ -337,8 +349,7 @@ class WorkerGroup:
         for worker_id in list(self._workers):
             self.remove_worker(worker_id)
         for parts in self._nodes.values():
-            self._letting_go.kill(parts.agent)
-            self._letting_go.remove(parts.placement)
+            self._let_go(parts)
         self._nodes.clear()
         for node_id in list(self._admitting):
             self._give_up_admission(node_id)
@@ -353,4 +364,5 @@ def _discard(admission: Future[NodeParts]) -> None:
         return
     parts = admission.result()
     ray.kill(parts.agent, no_restart=True)
-    parts.placement.remove()
+    for placement in parts.bundles.placements:
+        placement.remove()
