@@ -27,7 +27,7 @@ from orchestrator.slow_node_watch import SlowNodeWatch
 from orchestrator.states import State
 from orchestrator.vital_signs import GONE, VitalSigns
 from orchestrator.worker_group import WorkerGroup
-from workers.contract import AttemptSpec, OrderKind, Outcome, OutcomeKind, Phase, World
+from workers.contract import AttemptSpec, CauseKind, OrderKind, Outcome, OutcomeKind, Phase, World
 
 __all__ = ["AttemptEnd", "AttemptRun", "Broken", "Finished", "Left"]
 
@@ -287,7 +287,7 @@ class AttemptRun:
             group=self._group,
             living=self._living(),
             gone=frozenset(self._signs.gone),
-            hung=frozenset(hang.worker_id for hang in self._hangs),
+            hung=frozenset(hang.worker_id for hang in self._hangs) | self._starved(),
             settle_s=self._config.failure.settle_s,
         )
         self._drain_outcomes(reckoning)
@@ -316,6 +316,14 @@ class AttemptRun:
         )
         _log.warning("fault: %s: %s", fault.kind.value, fault.detail)
         return Broken(fault=fault, facts=facts, detected_at_s=detected_at_s)
+
+    def _starved(self) -> frozenset[str]:
+        """Members that said they had run out of memory. Any thread of such a process may have failed for want of it,
+        and its memory is the machine's again only when it ends: a fresh one takes its place."""
+        causes = {worker: outcome.cause for worker, outcome in self._outcomes.items()}
+        return frozenset(
+            w for w, cause in causes.items() if cause is not None and cause.kind is CauseKind.OUT_OF_MEMORY
+        )
 
     def _reached_step(self) -> int | None:
         """The last finished step that anyone told of, None before the World had begun to train."""
