@@ -316,6 +316,8 @@ class Arena:
             self._drop(buffer)
 
     def _allocate(self, buffer: Buffer) -> None:
+        if buffer.is_allocated:
+            return  # warm: it does not wait for another's allocation
         with self._allocation:
             if buffer.is_allocated:
                 return

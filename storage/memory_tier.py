@@ -72,12 +72,15 @@ class MemoryTier:
 
     def lease(self, request: LeaseRequest) -> BufferLease | None:
         """A buffer for a generation; None while the rank holds its share or there is no room, which is said."""
-        self._generations.note_lease(request.attempt, request.step, request.safe_step)
+        self._generations.note_lease(request.attempt, request.step, request.safe_step, request.given_up)
         try:
             return self._with_room(request.attempt, lambda: self._arena.lease(request))
         except NoRoom as error:
             self._generations.note_error(request.attempt, request.rank, f"no Snapshot in memory: {error}")
             return None
+        except StorageError as error:
+            self._generations.note_error(request.attempt, request.rank, f"no buffer for it: {error}")
+            raise
 
     def take(self, snapshot: SealedSnapshot) -> None:
         """Keep ``snapshot``, whose buffer is sealed, and see to its replica."""
