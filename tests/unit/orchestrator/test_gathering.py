@@ -1,0 +1,194 @@
+"""Which nodes are taken, given back and left alone, and what a run that waits says. Nodes and actors are on paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.block_list import BlockList, NodeFailure
+from orchestrator.config import FailureConfig, RunConfig, RunSettings, WorldConfig
+from orchestrator.decisions import Stop
+from orchestrator.exit_codes import ExitCode
+from orchestrator.gathering import Gathering
+from orchestrator.recorder import Recorder
+from orchestrator.sizing import Sizing
+from orchestrator.slow_node_watch import SlowNodeWatch
+from tests.fakes.worker_groups import PaperCluster
+from workers.config import DataConfig, ModelConfig
+
+
+class Scene:
+    def __init__(self, patch: pytest.MonkeyPatch, nodes: dict[str, float], **world: Any) -> None:
+        self.cluster = PaperCluster(patch, nodes)
+        self.config = RunConfig(
+            run=RunSettings(name="r", url="memory://r", steps=100),
+            world=WorldConfig(**{"min_workers": 1, "max_workers": 2, "start_grace_s": 0.0, "max_wait_s": 0.2, **world}),
+            model=ModelConfig(),
+            data=DataConfig(url="memory://d", sequence_length=8, global_batch=8),
+            failure=FailureConfig(poll_s=0.01),
+        )
+        self.events: list[dict[str, Any]] = []
+        self.recorder = Recorder(self, start_unix_s=0.0)
+        self.sizing = Sizing(self.config, self.recorder)
+        self.stop: Stop | None = None
+        self.gathering = Gathering(
+            config=self.config,
+            sizing=self.sizing,
+            slow_nodes=SlowNodeWatch(self.config, self.recorder, self.sizing.pace),
+            block_list=BlockList(self.config.failure),
+            group=self.cluster.group,
+            watcher=self.cluster,  # type: ignore[arg-type]
+            recorder=self.recorder,
+            take_signals=lambda: None,
+            asked_to_stop=lambda: self.stop,
+        )
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == name]
+
+    def settle(self) -> None:
+        for _ in range(4):
+            self.gathering.tick()
+
+    def train(self) -> list[str]:
+        """Form a World and let it make a step; returns its members' nodes."""
+        members = self.gathering.members(wait_for_more=False)
+        assert not isinstance(members, Stop)
+        self.cluster.train_on(*(member.worker_id for member in members))
+        self.recorder.steps_this_attempt = 1
+        return sorted(member.node_id for member in members)
+
+
+def test_only_as_many_nodes_are_taken_as_workers_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 4.0, "c": 1.0}, max_workers=2)
+    scene.settle()
+    assert scene.cluster.workers() == ["a", "b"]
+    assert scene.cluster.held == {"a": 1, "b": 1}
+
+
+def test_spares_are_started_beside_the_world_and_replaced_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}, max_workers=2, spares=1)
+    scene.settle()
+    assert scene.cluster.workers() == ["a", "b", "c"]
+    assert scene.train() == ["a", "b"]
+    scene.gathering.lose_node("a")
+    assert scene.train() == ["b", "c"], "at equal size, at once"
+    scene.settle()
+    assert scene.cluster.workers() == ["b", "c", "d"], "and another spare"
+
+
+def test_growing_takes_further_nodes_and_room_on_those_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 4.0}, max_workers=2)
+    scene.settle()
+    scene.sizing.want(3)
+    scene.settle()
+    assert scene.cluster.workers() == ["a", "a", "a"]
+    scene.cluster.nodes["b"] = 1.0
+    scene.sizing.want(5)
+    scene.settle()
+    assert scene.cluster.workers() == ["a", "a", "a", "a", "b"]
+    assert scene.cluster.held == {"a": 4, "b": 1}
+
+
+def test_shrinking_gives_the_nodes_back_once_the_smaller_world_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 2.0}, max_workers=4)
+    scene.settle()
+    assert scene.train() == ["a", "b", "c", "c"]
+    scene.sizing.want(2)
+    scene.settle()
+    assert len(scene.cluster.workers()) == 4, "nobody takes a member out of a World"
+    scene.recorder.steps_this_attempt = 0
+    assert scene.train() == ["c", "c"]
+    scene.recorder.steps_this_attempt = 0
+    scene.settle()
+    assert scene.cluster.held == {"a": 1, "b": 1, "c": 2}, "the new World may be reading from them"
+    scene.recorder.steps_this_attempt = 1
+    scene.settle()
+    assert scene.cluster.workers() == ["c", "c"]
+    assert scene.cluster.held == {"a": 0, "b": 0, "c": 2}
+    assert scene.cluster.group.known_nodes() == {"c"}
+    scene.sizing.want(3)
+    scene.settle()
+    assert len(scene.cluster.workers()) == 3
+
+
+def test_a_draining_node_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 1.0}, max_workers=2)
+    scene.settle()
+    scene.train()
+    scene.cluster.drained.add("a")
+    scene.settle()
+    assert scene.cluster.workers() == ["a", "b", "c"]
+    assert scene.train() == ["b", "c"]
+
+
+def test_a_node_that_cannot_be_taken_in_is_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0}, max_workers=1)
+    scene.cluster.unreachable.add("a")
+    scene.settle()
+    assert scene.cluster.workers() == ["b"]
+
+
+def test_a_node_on_which_workers_do_not_start_is_blocked_and_another_one_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 1.0}, max_workers=2)
+    scene.cluster.failing["a"] = 99
+    for _ in range(3):
+        scene.settle()
+    assert scene.cluster.workers() == ["b", "c"]
+    (blocked,) = scene.named("node_blocked")
+    assert (blocked["node"], blocked["reason"]) == ("a", "3 worker failures within 3600 s (3 not-started)")
+    assert scene.gathering.blocked == {"a": blocked["reason"]}
+    assert scene.cluster.held["a"] == 0
+    assert scene.train() == ["b", "c"]
+
+
+def test_a_node_that_keeps_failing_under_members_is_blocked_unless_the_run_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0}, min_workers=2, max_workers=2)
+    scene.settle()
+    for _ in range(5):
+        scene.gathering.note_failures([("a", NodeFailure.WORKER_LOST)])
+    assert scene.gathering.blocked == {}
+    scene.cluster.nodes["c"] = 1.0
+    scene.gathering.note_failures([("a", NodeFailure.HANG)])
+    assert list(scene.gathering.blocked) == ["a"]
+    assert scene.train() == ["b", "c"]
+
+
+def test_failures_on_nodes_with_a_notice_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 1.0})
+    scene.settle()
+    scene.cluster.drained.add("a")
+    for _ in range(5):
+        scene.gathering.note_failures([("a", NodeFailure.WORKER_LOST), ("gone", NodeFailure.WORKER_LOST)])
+    assert scene.gathering.blocked == {}
+
+
+def test_a_run_below_its_minimum_says_for_what_it_waits_and_goes_on_when_a_node_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0}, min_workers=2, max_workers=2)
+    stop = scene.gathering.members(wait_for_more=False)
+    assert isinstance(stop, Stop)
+    assert stop.exit_code is ExitCode.BELOW_MINIMUM
+    (waiting,) = scene.named("waiting")
+    assert (waiting["have"], waiting["need"]) == (1, 2)
+    assert waiting["missing"] == "1 more worker(s), each 1 CPU (1 ready)"
+    scene.cluster.nodes["b"] = 1.0
+    assert scene.train() == ["a", "b"]
+
+
+def test_a_run_that_has_only_blocked_nodes_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0})
+    scene.settle()
+    for _ in range(3):
+        scene.gathering.note_failures([("a", NodeFailure.WORKER_LOST)])
+    del scene.cluster.nodes["b"]
+    stop = scene.gathering.members(wait_for_more=False)
+    assert isinstance(stop, Stop)
+    assert "1 node(s) are there but blocked" in stop.reason
