@@ -44,7 +44,9 @@ class RunStatus:
     loss: float | None = None
     tokens_per_s: float | None = None
     world_size: int = 0
+    wanted_workers: int = 0
     committed_step: int | None = None
+    safe_step: int | None = None
     phase: str = "starting"
     is_store_away: bool = False
     _tokens: int | None = None
@@ -62,9 +64,13 @@ class RunStatus:
                 self.total_steps = _number(event, "steps", self.total_steps)
             case "attempt_started":
                 self.phase, self.world_size = "forming", _number(event, "world_size", self.world_size)
+                self.wanted_workers = _number(event, "wanted_workers", self.world_size)
                 self.step, self._tokens = _number(event, "restored_step", self.step), None
                 self._base_step, self._durable_s, self._finished_s = self.step, None, None
+                self.safe_step = None
                 self._bound.clear()
+            case "decision":
+                self.wanted_workers = _number(event, "workers", self.wanted_workers)
             case "regrouped":
                 self.phase = "loading"
             case "step":
@@ -117,6 +123,8 @@ class RunStatus:
         if event.get("step") in self._bound:
             self._bound[_number(event, "step", 0)] = self._finished_s
         self.step = _number(event, "step", self.step)
+        safe = _number(event, "safe_step", -1)
+        self.safe_step = safe if safe >= 0 else self.safe_step
         self.world_size = _number(event, "world_size", self.world_size)
         loss, seconds = event.get("loss"), event.get("step_s")
         self.loss = float(loss) if isinstance(loss, int | float) else None
@@ -136,7 +144,12 @@ class RunStatus:
             parts.append(f"{self.world_size} worker{'s' if self.world_size > 1 else ''}")
         parts.append("no checkpoint yet" if self.committed_step is None else f"committed {self.committed_step}")
         at_risk = self.step - self._base_step
-        if at_risk > 0:
+        if self.safe_step is not None:
+            parts.append(f"{self.safe_step} in memory")  # a lost node costs what came after, the loss of all more
+            at_risk = self.step - max(self._base_step, self.safe_step)
+            if at_risk > 0:
+                parts.append(f"{at_risk} step{'s' if at_risk > 1 else ''} at risk")
+        elif at_risk > 0:
             parts.append(f"{at_risk} step{'s' if at_risk > 1 else ''}{self._since(self._durable_s)} at risk")
         if self.is_store_away:
             parts.append(f"STORE AWAY{self._since(self._away_since_s)}")
@@ -163,8 +176,22 @@ def event_line(event: Event) -> str | None:
             again = f", {lost} steps run again" if lost else ""
             why = f"attempt {event.get('attempt')} ({event.get('cause')})"
             return f"{why}: {event.get('world_size')} workers, {start}{again}"
+        case "request":
+            who = event.get("made_by") or "someone"
+            wish = event.get("wish")
+            return f"asked by {who}: {f'scale to {event.get("workers")} workers' if wish == 'scale' else wish}"
+        case "decision" if event.get("decision") in ("keep", "refuse"):
+            return str(event.get("reason"))
+        case "node_blocked":
+            return f"node {str(event.get('node'))[:12]} is not used any more: {event.get('reason')}"
         case "restored":
             return f"restored step {event.get('step')}: {_restored_from(event)}"
+        case "memory_tier":
+            return f"memory tier: {event.get('mode')}: {event.get('reason')}"
+        case "memory_degraded":
+            return f"memory tier: node {str(event.get('node'))[:12]} has no replica: {event.get('reason')}"
+        case "memory_passed_over":
+            return f"nothing in memory to go on from, step {event.get('step')} is read instead: {event.get('reason')}"
         case "waiting":
             return f"waiting: {event.get('have')} of {event.get('need')} workers; {event.get('missing')}"
         case "data_awaited":

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict, cast
 
+from orchestrator.memory_summary import MemoryFold, MemorySummary, farthest_tier
 from orchestrator.storage_summary import StorageFold, StorageSummary
 
 __all__ = [
@@ -28,7 +29,7 @@ __all__ = [
 Event = Mapping[str, object]
 
 _FAULT_VERBS = frozenset({"kill-node", "kill-worker", "stop-worker", "drain-node"})
-_PLANNED_CAUSES = frozenset({"start", "join", "leave", "resize", "slow-node"})
+_PLANNED_CAUSES = frozenset({"start", "join", "leave", "resize", "scale", "slow-node"})
 _DRIVER_RESTART = "driver-restart"
 _PREEMPTION = "preemption"
 
@@ -59,6 +60,7 @@ class AttemptSummary(TypedDict):
     attempt: int
     cause: str
     world_size: int
+    wanted_workers: int
     fault_s: float | None
     detected_s: float | None
     regrouped_s: float | None
@@ -96,7 +98,9 @@ class RunSummary(TypedDict):
     failures: int
     evals: list[EvalSummary]
     losses: list[StepLoss]
+    blocked_nodes: dict[str, str]
     storage: StorageSummary
+    memory: MemorySummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +139,15 @@ class SummaryFold:
     _driver_back_s: float | None = None
     _ended_step: int = 0
     _first_began_s: float | None = None
+    _blocked_nodes: dict[str, str] = field(default_factory=dict)
     _storage: StorageFold = field(default_factory=StorageFold)
+    _memory: MemoryFold = field(default_factory=MemoryFold)
 
     def add(self, event: Event) -> None:
         """Take in one event; unknown ones only move the clock."""
         self._last_s = max(self._last_s, _float(event, "t_s"))
         self._storage.add(event)
+        self._memory.add(event)
         match event.get("event"):
             case "run_started":
                 self._run_id = self._run_id or _text(event, "run_id")
@@ -157,12 +164,18 @@ class SummaryFold:
                 self._faults.append(event)
             case "attempt_started":
                 self._start_attempt(event)
+            case "restored" if self._is_current(event):
+                # The plan said where from; this is where the bytes really came from.
+                tier = farthest_tier(event.get("tiers"))
+                self._attempts[-1]["restored_from"] = tier or self._attempts[-1]["restored_from"]
             case "regrouped" if self._is_current(event):
                 self._set_regrouped(_float(event, "t_s"))
             case "step" if self._is_current(event):
                 self._add_step(event)
             case "eval" if self._is_current(event):
                 self._evals[_int(event, "step")] = _float(event, "loss")
+            case "node_blocked":
+                self._blocked_nodes[_text(event, "node")] = _text(event, "reason")
             case "committed":
                 self._commits.append(_commit(event))
             case "attempt_ended" if self._is_current(event):
@@ -199,7 +212,9 @@ class SummaryFold:
             failures=len(causes) - causes.count(_PREEMPTION),
             evals=[EvalSummary(step=step, loss=loss) for step, loss in sorted(self._evals.items())],
             losses=[StepLoss(step=step, loss=value.loss) for step, value in history],
+            blocked_nodes=dict(self._blocked_nodes),
             storage=self._storage.result(),
+            memory=self._memory.result(),
         )
 
     def _is_current(self, event: Event) -> bool:
@@ -220,6 +235,7 @@ class SummaryFold:
                 attempt=_int(event, "attempt"),
                 cause=_text(event, "cause"),
                 world_size=_int(event, "world_size"),
+                wanted_workers=_int(event, "wanted_workers") or _int(event, "world_size"),
                 fault_s=self._fault_s(event, detected_s),
                 detected_s=detected_s,
                 regrouped_s=None,

@@ -212,3 +212,19 @@ def test_the_report_has_a_part_about_the_store_only_when_there_is_something_to_s
     assert "away         once, 4.00 s in all, 4.00 s at the longest" in text
     assert "at risk      3 steps, 3.50 s at the most" in text
     assert "saves        1 failed" in text
+
+
+def test_work_at_risk_is_what_memory_does_not_hold_either() -> None:
+    status = RunStatus()
+    status.add({"event": "attempt_started", "world_size": 2, "restored_step": 0})
+    status.add({"event": "step", "step": 7, "world_size": 2, "safe_step": 6, "memory_step": 7})
+    assert "no checkpoint yet · 6 in memory · 1 step at risk" in status.line()
+    status.add({"event": "step", "step": 8, "world_size": 2, "safe_step": 8})
+    assert "at risk" not in status.line()
+
+
+def test_what_becomes_of_the_memory_tier_is_said() -> None:
+    assert event_line({"event": "memory_tier", "mode": "off", "reason": "no room"}) == "memory tier: off: no room"
+    passed_over = event_line({"event": "memory_passed_over", "step": 40, "reason": "no Keeper answered"})
+    assert passed_over == "nothing in memory to go on from, step 40 is read instead: no Keeper answered"
+    assert "node abc has no replica" in (event_line({"event": "memory_degraded", "node": "abc", "reason": "x"}) or "")

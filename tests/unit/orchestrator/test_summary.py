@@ -87,7 +87,36 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
         losses=[{"step": step, "loss": 10.0 - step + (0.5 if step > 3 else 0.0)} for step in range(1, 9)],
         storage={"saves_skipped": 0, "saves_failed": 0, "saves_retried": 0, "saves_slow": 0, "upload_retries": 0,
                  "outages": 0, "outage_s": 0.0, "longest_outage_s": 0.0, "max_at_risk_steps": 0, "max_at_risk_s": 0.0},
+        memory={"mode": "off", "safe_step": None, "snapshots": 0, "stall_s": 0.0, "passed_over": 0, "degraded": 0},
     )  # fmt: skip
+
+
+def test_the_tier_that_was_really_read_stands_in_the_summary_once_it_is_known() -> None:
+    events = [*START, attempt(1, 4.5, "start", 2, 0, "none"), *steps(1, 1, 5, 7.0, 2)]
+    events.append(attempt(2, 12.0, "node-lost", 1, 5, "own-memory"))
+    assert summarize(events)["attempts"][-1]["restored_from"] == "own-memory"
+    late = line("restored", 12.1, attempt=1, step=0, tiers={"object-storage": 5})
+    read = line("restored", 12.2, attempt=2, step=5, tiers={"own-memory": 500, "peer-memory": 20, "local-disk": 0})
+    assert summarize([*events, late, read])["attempts"][-1]["restored_from"] == "peer-memory"
+
+
+def test_the_memory_tier_is_summed_up() -> None:
+    def kept(number: int, step: int, taken: int, safe: int) -> Event:
+        return line("step", float(step), attempt=number, step=step, loss=1.0, tokens=1, step_s=1.0, world_size=1,
+                    memory_step=taken, safe_step=safe, memory_stall_s=0.25)  # fmt: skip
+
+    events = [
+        *START,
+        line("memory_tier", 4.0, mode="replicated", reason="it fits"),
+        attempt(1, 4.5, "start", 2, 0, "none"),
+        kept(1, 1, 1, -1), kept(1, 2, 1, 1), kept(1, 3, 3, 1), kept(1, 4, 3, 3),
+        line("memory_degraded", 5.0, node="n1", reason="no route"),
+        attempt(2, 9.0, "node-lost", 1, 3, "peer-memory"),
+        line("memory_passed_over", 9.5, attempt=3, step=0, reason="no Keeper answered"),
+    ]  # fmt: skip
+    whole = {"mode": "replicated", "snapshots": 2, "stall_s": 0.5, "passed_over": 1, "degraded": 1}
+    assert summarize(events)["memory"] == {**whole, "safe_step": None}
+    assert summarize([*events, kept(2, 4, 4, 4)])["memory"]["safe_step"] == 4
 
 
 def test_outages_and_missed_saves_are_counted_over_all_drivers_one_without_an_end_as_long_as_it_was_seen() -> None:
