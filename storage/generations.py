@@ -7,7 +7,7 @@ everything of older Attempts and everything of a before s goes. Only where room 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from storage.errors import StorageError
@@ -39,10 +39,12 @@ class Generations:
 
     # What comes in
 
-    def note_lease(self, attempt: Attempt, step: int, safe_step: int) -> None:
-        """A rank of ``attempt`` is at ``step``, and knows ``safe_step`` (-1: none) to be whole everywhere."""
+    def note_lease(self, attempt: Attempt, step: int, safe_step: int, given_up: Sequence[int] = ()) -> None:
+        """A rank of ``attempt`` is at ``step``, and knows ``safe_step`` (-1: none) to be whole everywhere, and those of
+        the steps ``given_up`` never to become so."""
         with self._changed:
             self._note(attempt, step, safe_step)
+            self._remove([g for g in self._held if g.attempt == attempt and g.step in given_up])
 
     def add_own(self, snapshot: SealedSnapshot, path: str) -> None:
         with self._changed:

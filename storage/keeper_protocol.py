@@ -49,6 +49,7 @@ class LeaseRequest:
     ``is_generation``: for the memory Tier. Such a lease may be asked for ahead: ``step`` is then the earliest one that
     it can be sealed for. ``safe_step``: the newest step of this Attempt that is whole in memory everywhere, replicas
     included, as this rank knows; all that is older may go. -1: none yet, and generations of older Attempts stay.
+    ``given_up``: steps of this Attempt that some rank left out; they will never be whole and may go too.
     """
 
     run_id: str
@@ -59,6 +60,7 @@ class LeaseRequest:
     num_bytes: int
     is_generation: bool = False
     safe_step: int = -1
+    given_up: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from storage.errors import KeeperUnreachable, StorageError
@@ -27,7 +28,7 @@ _POLL_S: Final = 0.01  # between the first two questions for a buffer; the pause
 _LONGEST_POLL_S: Final = 0.3
 _AWAY_S: Final = 0.5  # between two tries to reach a Keeper whose successor is on its way
 _WATCH_S: Final = 2.0  # one question for a replica
-_REMEMBERED: Final = 8
+_REMEMBERED: Final = 32
 
 
 class GenerationWriter:
@@ -43,8 +44,10 @@ class GenerationWriter:
         self._next: LeaseRequest | None = None  # what to ask ahead for
         self._stock: BufferLease | None = None  # the writing thread's alone
         self._safe_step = -1
+        self._given_up: tuple[int, ...] = ()
         self._unproven: deque[LeaseRequest] = deque(maxlen=3)  # sealed, replica not seen yet, oldest first
         self._replicated: deque[int] = deque(maxlen=_REMEMBERED)
+        self._left_out: deque[int] = deque(maxlen=_REMEMBERED)
         self._num_left_out = 0
         self._is_closing = self._is_warm = False
         self._trouble: str | None = None
@@ -76,15 +79,20 @@ class GenerationWriter:
         if is_busy:
             self._leave_out(ticket, "the one before it is still being handed over")
 
-    def note_safe(self, safe_step: int) -> None:
-        """Everything older than this step may go."""
+    def note_safe(self, safe_step: int, given_up: tuple[int, ...]) -> None:
+        """Everything older than ``safe_step`` may go, and the steps ``given_up``."""
         with self._changed:
-            self._safe_step = safe_step
+            self._safe_step, self._given_up = safe_step, given_up
 
     def is_replicated(self, step: int) -> bool:
         """Whether this rank's generation of ``step`` is known to have its replica."""
         with self._changed:
             return step in self._replicated
+
+    def is_left_out(self, step: int) -> bool:
+        """Whether this rank has no generation of ``step`` and will not get one."""
+        with self._changed:
+            return step in self._left_out
 
     def close(self, timeout_s: float) -> bool:
         """Let go of every tensor. False when a copy did not end in time. The threads end after their last call."""
@@ -142,39 +150,44 @@ class GenerationWriter:
 
     def _stock_up(self, request: LeaseRequest) -> None:
         """Have a buffer ready, mapped; the first time also touch the third one that a rank may hold."""
-        self._stock = self._ask(request)
-        if self._stock is None:
-            return
-        self._stager.buffers.open(self._stock.path, request.num_bytes)
-        if not self._is_warm:
-            other = self._ask(replace(request, step=request.step + 1))
-            if other is not None:
-                self._stager.buffers.open(other.path, request.num_bytes)
-                self._keeper.release([other.lease_id])
-            self._is_warm = True
+        try:
+            self._stock = self._ask(request)
+            if self._stock is None:
+                return
+            self._stager.buffers.open(self._stock.path, request.num_bytes)
+            if not self._is_warm:
+                other = self._ask(replace(request, step=request.step + 1))
+                if other is not None:
+                    self._stager.buffers.open(other.path, request.num_bytes)
+                    self._keeper.release([other.lease_id])
+                self._is_warm = True
+        except StorageError as error:  # asked again, with a Snapshot that waits for it
+            self._say(f"no buffer lies ready: {error}")
 
     def _carry_out(self, ticket: Ticket) -> None:
         try:
             lease, is_kept = self._lease_for(ticket)
-            if lease is None:
-                self._leave_out(ticket, "no buffer came free in time")
-                return
-            digest = self._copy(ticket, lease)
-            if digest is None:
-                self._leave_out(ticket, "no buffer came free before the next update")
-                return
-            self._seal(ticket, lease, digest, is_kept=is_kept)
         except KeeperUnreachable as error:
             self._leave_out(ticket, str(error))
+            return
         except StorageError as error:
             self._leave_out(ticket, str(error), error)
+            return
+        try:
+            digest = None if lease is None else self._copy(ticket, lease)
+            if lease is None or digest is None:
+                self._leave_out(ticket, "no buffer came free in time")
+            else:
+                self._seal(ticket, lease, digest, is_kept=is_kept)
+        except StorageError as error:  # a Keeper that has died meanwhile knows nothing of the lease
+            self._leave_out(ticket, str(error))
 
     def _lease_for(self, ticket: Ticket) -> tuple[BufferLease | None, bool]:
         """A buffer, and whether it is one of the memory Tier's: a save for the store alone is better than none."""
         stock, self._stock = self._stock, None
-        if stock is not None and stock.num_bytes >= ticket.request.num_bytes:
-            return stock, True
-        if stock is not None:
+        if stock is not None and Path(stock.path).exists():  # else its Keeper is gone
+            if stock.num_bytes >= ticket.request.num_bytes:
+                return stock, True
             self._keeper.release([stock.lease_id])
         pause_s = _POLL_S
         while True:
@@ -191,7 +204,7 @@ class GenerationWriter:
 
     def _ask(self, request: LeaseRequest) -> BufferLease | None:
         with self._changed:
-            request = replace(request, safe_step=self._safe_step)
+            request = replace(request, safe_step=self._safe_step, given_up=self._given_up)
         try:
             return self._keeper.lease_buffer(request)
         except KeeperUnreachable as error:
@@ -219,6 +232,8 @@ class GenerationWriter:
         with self._changed:
             if is_kept:
                 self._unproven.append(ticket.request)
+            else:
+                self._note_left_out(ticket.step)
             self._next = replace(ticket.request, step=ticket.step + 1, is_generation=True)
             self._said = ""
             self._changed.notify_all()
@@ -226,11 +241,15 @@ class GenerationWriter:
 
     def _leave_out(self, ticket: Ticket, reason: str, error: StorageError | None = None) -> None:
         with self._changed:
-            self._num_left_out += 1
+            self._note_left_out(ticket.step)
             is_closing = self._is_closing
         if not is_closing:
             self._say(f"no Snapshot in memory: {reason}", step=ticket.step)
         ticket.end(is_sealed=False, error=error)
+
+    def _note_left_out(self, step: int) -> None:
+        self._num_left_out += 1
+        self._left_out.append(step)
 
     def _say(self, what: str, step: int | None = None) -> None:
         """Once, until it works again."""

@@ -17,9 +17,10 @@ from workers.step_vector import NUM_REPLICAS_TOLD
 
 __all__ = ["MemoryCadence"]
 
-_REMEMBERED = 8
+_MAX_UNPROVEN = 16
 _MAX_SPACING = 1000
-_MAX_LAG = 64
+_MAX_LAG = 64  # of a peer that is away
+_MAX_PROVEN_LAG = 8
 
 
 class MemoryCadence:
@@ -31,8 +32,9 @@ class MemoryCadence:
         standing = range(base_step + 1, base_step + 1 + (BIND_AHEAD if config.every_steps == 1 else 1))
         self._planned = {step for step in standing if step <= total_steps}
         self._first = self._last_bound = max(self._planned, default=base_step)
-        self._due: deque[int] = deque(maxlen=_REMEMBERED)
-        self._safe_step = -1
+        self._newest_step = self._safe_step = -1
+        self._unproven: list[int] = []  # due, newer than the safe step, left out by no rank as far as is known
+        self._given_up: deque[int] = deque(maxlen=_MAX_UNPROVEN)
         self._lag = 1
         self._stalls: deque[float] = deque(maxlen=3)
         self._steps_s: deque[float] = deque(maxlen=5)
@@ -45,30 +47,43 @@ class MemoryCadence:
     @property
     def newest_step(self) -> int:
         """The newest step that all ranks were to keep in memory; -1: none."""
-        return self._due[-1] if self._due else -1
+        return self._newest_step
+
+    @property
+    def given_up(self) -> tuple[int, ...]:
+        """Steps newer than the safe one that some rank left out: they will never be whole and only take room."""
+        return tuple(step for step in self._given_up if step > self._safe_step)
 
     def reach(self, step: int, *, is_ordered: bool = False) -> bool:
         """Whether a Snapshot of ``step`` belongs into memory: it is due, or one is taken for an Order anyway."""
         is_due = step in self._planned or is_ordered
         self._planned.discard(step)
         if is_due:
-            self._due.append(step)
+            self._newest_step = step
+            self._unproven.append(step)
+            if len(self._unproven) > _MAX_UNPROVEN:
+                del self._unproven[NUM_REPLICAS_TOLD]  # no rank has room for more than the oldest
         return is_due
 
     def told(self, step: int) -> tuple[int, ...]:
-        """The steps, newest first, whose replicas the vector of ``step`` speaks of."""
-        return tuple(due for due in reversed(self._due) if due < step)[:NUM_REPLICAS_TOLD]
+        """The steps that the vector of ``step`` speaks of: the oldest ones, which are what buffers are full of when
+        replicas are late, and the newest."""
+        before = [due for due in self._unproven if due < step]
+        return (*before[: NUM_REPLICAS_TOLD - 1], *before[NUM_REPLICAS_TOLD - 1 :][-1:])
 
-    def learn(self, step: int, memory_step: int, num_replicated: Sequence[int]) -> None:
+    def learn(self, step: int, memory_step: int, num_replicated: Sequence[int], num_left_out: Sequence[int]) -> None:
         """Take in what the vector of ``step`` said."""
         if memory_step > step:
             self._planned.add(memory_step)
         told = self.told(step)
-        for due, count in zip(told, num_replicated, strict=False):
-            if count == self._world_size and due > self._safe_step:
-                self._safe_step, self._lag = due, step - due
-                return
-        if told and told[0] > self._safe_step:
+        for due, num_whole, num_without in zip(told, num_replicated, num_left_out, strict=False):
+            if num_whole == self._world_size:
+                self._safe_step, self._lag = due, min(_MAX_PROVEN_LAG, step - due)
+            elif num_without:
+                self._unproven.remove(due)
+                self._given_up.append(due)
+        self._unproven = [due for due in self._unproven if due > self._safe_step]
+        if told and told[0] in self._unproven:
             self._lag = min(_MAX_LAG, max(self._lag, step - told[0] + 1))
 
     def note_stall(self, stall_s: float) -> None:

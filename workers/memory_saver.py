@@ -60,7 +60,8 @@ class MemorySaver:
             world_size=spec.world.size,
             name=f"attempt {spec.attempt.label} rank {spec.rank}",
         )
-        self._open: Ticket | None = None
+        self._open: Ticket | None = None  # its copy is not known to be made
+        self._last: Ticket | None = None
         self._to_ship: list[Ticket] = []
         self._stall_s = 0.0
         self._hook = state.optimizer.register_step_pre_hook(self._before_update)
@@ -88,12 +89,16 @@ class MemorySaver:
         return self._cadence.bind(step, step_s)
 
     def replicated(self, step: int) -> tuple[bool, ...]:
-        """What this rank's vector of ``step`` says of its newest generations."""
+        """What this rank's vector of ``step`` says of its generations: which have their replicas."""
         return tuple(self._writer.is_replicated(told) for told in self._cadence.told(step))
 
+    def left_out(self, step: int) -> tuple[bool, ...]:
+        """And which of them it does not have."""
+        return tuple(self._writer.is_left_out(told) for told in self._cadence.told(step))
+
     def learn(self, step: int, totals: StepTotals) -> None:
-        self._cadence.learn(step, totals.memory_step, totals.num_replicated)
-        self._writer.note_safe(self._cadence.safe_step)
+        self._cadence.learn(step, totals.memory_step, totals.num_replicated, totals.num_left_out)
+        self._writer.note_safe(self._cadence.safe_step, self._cadence.given_up)
 
     def reach(self, step: int, *, is_ordered: bool) -> bool:
         return self._cadence.reach(step, is_ordered=is_ordered)
@@ -112,6 +117,9 @@ class MemorySaver:
         ticket = Ticket(draft, self._stager.request(draft), ship=ship, until=until)
         del draft, snapshot
         ticket.add_stall(time.monotonic() - started_at)
+        before, self._last = self._last, ticket
+        if wait_s is not None and before is not None:
+            before.wait_over(self._check, wait_s)
         self._writer.submit(ticket)
         if wait_s is not None:
             return ticket.wait_sealed(self._check)
@@ -131,7 +139,7 @@ class MemorySaver:
         self._hook.remove()
         if not self._writer.close(_CLOSE_S):
             _log.warning("rank %d: a copy into memory did not end within %g s", self._spec.rank, _CLOSE_S)
-        self._open = None
+        self._open = self._last = None
         self._to_ship.clear()
 
     def _before_update(self, *_: Any) -> None:

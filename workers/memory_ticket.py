@@ -71,13 +71,22 @@ class Ticket:
         with self._changed:
             return self._changed.wait_for(lambda: self._is_over, timeout_s)
 
+    def wait_over(self, check: Callable[[], None], timeout_s: float) -> bool:
+        """Whether it is decided, within ``timeout_s``, whether it is sealed."""
+        until = time.monotonic() + timeout_s
+        while not self.is_over_within(min(_CHECK_S, max(0.0, until - time.monotonic()))):
+            check()
+            if time.monotonic() >= until:
+                return False
+        return True
+
     def wait_sealed(self, check: Callable[[], None]) -> bool:
         """Whether it was sealed, once that is decided."""
         self._wait(lambda: self._is_over, check)
         return self.result()
 
     def result(self) -> bool:
-        """Whether it was sealed. Raises what a Snapshot that was to be carried to the store failed with."""
+        """Whether it was sealed. Raises what the Keeper refused a Snapshot that was to be carried to the store with."""
         if self._error is not None and self.ship:
             raise self._error
         return self._is_sealed

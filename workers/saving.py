@@ -60,6 +60,8 @@ class Saving:
 
     def is_due(self, step: int) -> bool:
         """Whether a Snapshot of ``step`` is to be taken, asked once at its end: `carry_out` then takes it."""
+        for left_out in () if self.memory is None else self.memory.take_left_out():
+            self._desk.leave_out(left_out)
         self._order = self._desk.due(step)
         self._is_in_memory = self.memory is not None and self.memory.reach(step, is_ordered=self._order is not None)
         return self._order is not None or self._is_in_memory
@@ -79,9 +81,6 @@ class Saving:
     def carry_out(self, step: int) -> None:
         """Take the Snapshot that `is_due` spoke of. Progress stands at ``step``."""
         order, self._order = self._order, None
-        if self.memory is not None:
-            for left_out in self.memory.take_left_out():
-                self._desk.leave_out(left_out)
         if order is None:
             assert self.memory is not None  # nothing else was due
             self.memory.take(step, ship=False, wait_s=None)

@@ -34,7 +34,9 @@ from workers.order_desk import OrderDesk
 from workers.sample_order import chain
 from workers.saving import Saving
 from workers.settings import WorkerSettings
+from workers.skipped_windows import place_of, skip_ahead
 from workers.state import Progress, Tracker, TrainingState
+from workers.step_check import StepCheck
 from workers.step_vector import StepTotals, StepVectorLayout
 from workers.stream import Leaf, LeafStream
 from workers.train_step import TrainStep
@@ -83,6 +85,12 @@ class Session:
             limit_s=wait_limit_s(settings.checkpoint, world_size=spec.world.size, group_timeout_s=spec.group_timeout_s),
             pulse=pulse,
             check=check,
+        )
+        self._step_check = StepCheck(
+            rank=spec.rank,
+            global_batch=settings.data.global_batch,
+            must_be_finite=settings.must_be_finite,
+            loss_spike=settings.loss_spike,
         )
         self.statistics = TrainingStatistics()
 
@@ -261,10 +269,18 @@ class Session:
     def _begin(self, state: TrainingState) -> None:
         """Put stream and Orders where the state stands."""
         settings, step = self._settings, state.progress.step
+        progress = state.progress
+        progress.skipped = skip_ahead(progress.skipped, progress.position, self._spec.skipped)
         stream = LeafStream(
-            self._parts.dataset, settings.data, settings.seed, self.rank, self.world_size, self._data_patience
+            self._parts.dataset,
+            settings.data,
+            settings.seed,
+            self.rank,
+            self.world_size,
+            self._data_patience,
+            skipped=progress.skipped,
         )
-        stream.seek(step + 1, state.progress.position)
+        stream.seek(step + 1, progress.position)
         self._stream = stream
         self._clock.attach(state.model)
         self._orders = OrderDesk(
@@ -293,6 +309,7 @@ class Session:
             rank=self.rank,
             compute_s=self._clock.take(),
             replicated=() if memory is None else memory.replicated(step.number),
+            left_out=() if memory is None else memory.left_out(step.number),
         )
         if self.rank == 0:
             step_s = step.elapsed_s()
@@ -317,13 +334,16 @@ class Session:
         totals = self._layout.read(in_flight.vector.tolist())
         if totals.mean_step != in_flight.step:
             raise RanksDisagree(self.rank, in_flight.step, totals.mean_step)
+        loss, grad_norm = totals.loss, totals.grad_norm
+        # Before anything else learns of the step: all ranks end here together, and nothing of it was staged for a save.
+        self._step_check.require_sound(in_flight.step, loss=loss, grad_norm=grad_norm, before=self.state.progress)
         self._saving.learn(in_flight.step, totals)
-        self.statistics.add(loss=totals.loss, grad_norm=totals.grad_norm)
+        self.statistics.add(loss=loss, grad_norm=grad_norm)
         data, progress = self._settings.data, self.state.progress
         progress.step = in_flight.step
         progress.position += data.global_batch
         progress.tokens += data.tokens_per_step
-        progress.epoch = progress.position // self._parts.dataset.num_rows
+        progress.epoch = place_of(progress.position, progress.skipped) // self._parts.dataset.num_rows
         progress.sample_chain = chain(progress.sample_chain, totals.leaf_digests)
         if self._courier is not None:
             report = _report_of(progress, totals, in_flight.finished_at_s)

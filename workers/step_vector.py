@@ -29,7 +29,8 @@ __all__ = ["NUM_REPLICAS_TOLD", "NUM_STATISTICS", "StepTotals", "StepVectorLayou
 ) = range(10)
 NUM_REPLICAS_TOLD = 3
 """Of how many Snapshots in memory a vector says whether they have their replicas: as many as a rank holds."""
-_STATISTICS = _NUM_REPLICATED + NUM_REPLICAS_TOLD
+_NUM_LEFT_OUT = _NUM_REPLICATED + NUM_REPLICAS_TOLD
+_STATISTICS = _NUM_LEFT_OUT + NUM_REPLICAS_TOLD
 NUM_STATISTICS = 8
 """Reserved words for training statistics; zero for now."""
 _LOSSES = _STATISTICS + NUM_STATISTICS
@@ -40,9 +41,10 @@ _NO_ORDER = BoundOrder(number=0, kind=OrderKind.NONE, step=0)
 class StepTotals:
     """The summed vector of one step, taken apart. ``mean_step`` tells whether all ranks meant the same step.
 
-    ``memory_step``: the step that rank 0 binds for the next Snapshot in memory, 0: none. ``num_replicated``: of the
-    newest Snapshots in memory, newest first, on how many ranks each has its replica. ``compute_s``: by rank, its own
-    computing time in this step, waiting for others left out; 0 where it was not measured.
+    ``memory_step``: the step that rank 0 binds for the next Snapshot in memory, 0: none. ``num_replicated``: of some
+    earlier ones, in an order known to all, on how many ranks each has its replica, ``num_left_out`` on how many it was
+    never made. ``compute_s``: by rank, its own computing time in this step, waiting for others left out; 0 where it was
+    not measured.
     """
 
     order: BoundOrder
@@ -55,6 +57,7 @@ class StepTotals:
     memory_step: int = 0
     memory_stall_s: float = 0.0
     num_replicated: tuple[int, ...] = (0,) * NUM_REPLICAS_TOLD
+    num_left_out: tuple[int, ...] = (0,) * NUM_REPLICAS_TOLD
     compute_s: tuple[float, ...] = ()
 
 
@@ -90,13 +93,14 @@ class StepVectorLayout:
         rank: int = 0,
         compute_s: float = 0.0,
         replicated: Sequence[bool] = (),
+        left_out: Sequence[bool] = (),
     ) -> list[float]:
         """What every rank adds without asking its device: the step, the digests of its own leaves by index, how long
-        it computed, and whether its newest Snapshots in memory have their replicas, newest first."""
+        it computed, and which of its Snapshots in memory have their replicas or were left out."""
         words = [0.0] * self.size
         words[_STEP_WORD] = float(step)
-        for index, is_replicated in enumerate(replicated[:NUM_REPLICAS_TOLD]):
-            words[_NUM_REPLICATED + index] = float(is_replicated)
+        for first, flags in ((_NUM_REPLICATED, replicated), (_NUM_LEFT_OUT, left_out)):
+            words[first : first + len(flags)] = [float(flag) for flag in flags]
         words[self.compute_slot(rank)] = compute_s
         for leaf_index, digest in digests.items():
             words[self.digest_slot(leaf_index)] = float(digest)
@@ -136,7 +140,8 @@ class StepVectorLayout:
             leaf_digests=tuple(int(word) for word in words[_LOSSES + self.num_leaves : digests_end]),
             memory_step=int(words[_MEMORY_STEP]),
             memory_stall_s=words[_MEMORY_STALL_S],
-            num_replicated=tuple(int(word) for word in words[_NUM_REPLICATED:_STATISTICS]),
+            num_replicated=tuple(int(word) for word in words[_NUM_REPLICATED:_NUM_LEFT_OUT]),
+            num_left_out=tuple(int(word) for word in words[_NUM_LEFT_OUT:_STATISTICS]),
             compute_s=tuple(words[digests_end:]),
         )
 

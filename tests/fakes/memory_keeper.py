@@ -57,8 +57,7 @@ class MemoryKeeper:
             self.requests.append(request)
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_held, 30.0)
-            if request.safe_step >= 0:
-                self._drop_before(request)
+            self._drop_before(request)
             mine = [b for b in self._buffers.values() if b.request.rank == request.rank and self._like(b, request)]
             if self._is_full or len(mine) >= (NUM_GENERATIONS if request.is_generation else NUM_SHIPPED):
                 return None
@@ -146,5 +145,7 @@ class MemoryKeeper:
     def _drop_before(self, request: LeaseRequest) -> None:
         for lease_id, buffer in list(self._buffers.items()):
             sealed = buffer.sealed
-            if sealed is not None and sealed.rank == request.rank and sealed.keep and sealed.step < request.safe_step:
+            if sealed is None or sealed.rank != request.rank or not sealed.keep:
+                continue
+            if sealed.step < request.safe_step or sealed.step in request.given_up:
                 self._buffers.pop(lease_id).path.unlink()

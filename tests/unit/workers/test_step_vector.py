@@ -27,6 +27,7 @@ def summed_over(world_size: int, losses: list[float], digests: list[int]) -> Ste
             rank=rank,
             compute_s=rank + 0.5,
             replicated=(rank != 1, True),
+            left_out=(rank == 1,),
         )
         for leaf in own:
             words[layout.loss_slot(leaf)] = losses[leaf]
@@ -51,7 +52,8 @@ def test_the_sum_says_the_same_bits_at_any_world_size() -> None:
         totals = summed_over(world_size, losses, digests)
         assert totals.compute_s == tuple(rank + 0.5 for rank in range(world_size))
         assert totals.num_replicated == (world_size - 1, world_size, 0)
-        same = replace(totals, compute_s=alone.compute_s, num_replicated=alone.num_replicated)
+        assert totals.num_left_out == (1, 0, 0)
+        same = replace(totals, compute_s=alone.compute_s, num_replicated=alone.num_replicated, num_left_out=(0, 0, 0))
         assert same == alone
 
 
