@@ -34,6 +34,7 @@ __all__ = [
     "OutcomeKind",
     "Phase",
     "Restored",
+    "SkippedWindow",
     "StepReport",
     "WorkerFacts",
     "World",
@@ -83,6 +84,7 @@ class CauseKind(StrEnum):
     CORRUPT_CHECKPOINT = "corrupt-checkpoint"
     CHECKPOINT_MISMATCH = "checkpoint-mismatch"
     DATA = "data"
+    BAD_STEP = "bad-step"  # it was finished, but its loss or gradient is of no use
     STORAGE = "storage"
     OUT_OF_MEMORY = "out-of-memory"
     MEMORY = "memory"  # a generation that the plan named could not be read
@@ -132,6 +134,15 @@ class MemorySpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedWindow:
+    """Samples that are left out of the stream because ``step`` went wrong with them. ``place``: where they begin."""
+
+    place: int
+    samples: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSpec:
     """All that one worker needs to take part in an Attempt. ``restore`` None: start from step 0.
 
@@ -146,6 +157,7 @@ class AttemptSpec:
     group_timeout_s: float
     restore: RestorePlan | None
     data_override: bool = False
+    skipped: tuple[SkippedWindow, ...] = ()
     memory: MemorySpec | None = None
 
     @property
@@ -236,7 +248,10 @@ class CoordinatorPort(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCause:
-    """A plain, pickle-safe picture of an exception: no traceback objects, which would keep the model alive."""
+    """A plain, pickle-safe picture of an exception: no traceback objects, which would keep the model alive.
+
+    ``windows``: the samples of a step that may not stand.
+    """
 
     kind: CauseKind
     error_type: str
@@ -246,6 +261,7 @@ class FailureCause:
     step: int
     corrupt_step: StepKey | None = None
     corrupt_key: str | None = None
+    windows: tuple[SkippedWindow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

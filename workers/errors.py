@@ -6,13 +6,18 @@ module; turning any exception into a plain value is `workers.failure_cause`.
 
 from __future__ import annotations
 
+from workers.contract import SkippedWindow
+
 __all__ = [
     "AttemptAbandoned",
     "AttemptRefused",
     "CoordinatorUnavailable",
     "FormingFailed",
     "LoopMisused",
+    "LossSpike",
     "RanksDisagree",
+    "StepNotFinite",
+    "StepRejected",
     "WorkersError",
 ]
 
@@ -78,3 +83,23 @@ class RanksDisagree(WorkersError):
             f"rank {self.rank}, step {self.step}: the ranks' mean step is {self.seen:g}; every rank must call"
             " session.step_end once for each step"
         )
+
+
+class StepRejected(WorkersError):
+    """A step was finished and may not stand: the Run goes back behind it and leaves its samples out."""
+
+    def __init__(self, rank: int, step: int, reason: str, windows: tuple[SkippedWindow, ...]) -> None:
+        super().__init__(rank, step, reason, windows)
+        self.rank, self.step, self.reason, self.windows = rank, step, reason, windows
+
+    def __str__(self) -> str:
+        samples = ", ".join(f"[{window.place}, {window.place + window.samples})" for window in self.windows)
+        return f"step {self.step}: {self.reason}; its samples are {samples} of the stream"
+
+
+class StepNotFinite(StepRejected):
+    """Its loss or gradient norm is infinite or not a number."""
+
+
+class LossSpike(StepRejected):
+    """Its loss is far above what it was lately."""

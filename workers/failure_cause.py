@@ -17,7 +17,7 @@ from storage.errors import CorruptCheckpoint, ManifestMismatch, MemoryUnreadable
 from storage.keys import StepKey
 from workers.contract import CauseKind, FailureCause
 from workers.data_errors import DataError
-from workers.errors import AttemptAbandoned, FormingFailed, RanksDisagree
+from workers.errors import AttemptAbandoned, FormingFailed, RanksDisagree, StepRejected
 
 __all__ = ["cause_of", "classify"]
 
@@ -49,6 +49,8 @@ def classify(error: BaseException) -> CauseKind:
         return CauseKind.STORAGE
     if isinstance(error, DataError):
         return CauseKind.DATA
+    if isinstance(error, StepRejected):
+        return CauseKind.BAD_STEP
     if _is_out_of_memory(error):
         return CauseKind.OUT_OF_MEMORY
     if isinstance(error, _COLLECTIVE_TYPES) or _is_untyped_collective_error(error):
@@ -60,15 +62,17 @@ def cause_of(error: BaseException, *, rank: int, step: int, loaded: StepKey | No
     """The plain picture of ``error``; clears its frames. ``loaded`` is the Checkpoint this Attempt was reading."""
     kind = CauseKind.ABANDONED if is_abandoned else classify(error)
     corrupt = error if isinstance(error, CorruptCheckpoint) else None
+    rejected = error if isinstance(error, StepRejected) else None
     cause = FailureCause(
         kind=kind,
         error_type=type(error).__name__,
         message=_shortened(str(error) or repr(error)),
         traceback=_shortened("".join(traceback.format_exception(error))),
         rank=rank,
-        step=step,
+        step=step if rejected is None else rejected.step,
         corrupt_step=loaded if corrupt is not None else None,
         corrupt_key=corrupt.key if corrupt is not None else None,
+        windows=rejected.windows if rejected is not None else (),
     )
     _clear_frames(error)
     return cause

@@ -38,6 +38,7 @@ __all__ = ["RestoreReport", "read_manifest", "restore"]
 logger = logging.getLogger(__name__)
 
 # How a step is computed, not what: these follow the machine that resumes, not the one that saved.
+_LATER_PROGRESS = frozenset({"skipped"})  # Checkpoints of older releases do not have it
 _LOCAL_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -262,10 +263,10 @@ def _restore_trackers(
 def _require_same_progress(manifest: Manifest) -> None:
     saved = section(manifest, "progress")
     known = {field.name for field in fields(Progress)}
-    if set(saved) != known:
+    if known - set(saved) - _LATER_PROGRESS or set(saved) - known:
         raise ManifestMismatch(
             manifest.step,
-            missing=tuple(sorted(f"progress.{name}" for name in known - set(saved))),
+            missing=tuple(sorted(f"progress.{name}" for name in known - set(saved) - _LATER_PROGRESS)),
             unexpected=tuple(sorted(f"progress.{name}" for name in set(saved) - known)),
         )
 

@@ -18,7 +18,10 @@ __all__ = ["WorkerSettings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """``loop_config`` is handed to a user's train loop as it stands; ``num_threads`` None leaves torch's choice."""
+    """``loop_config`` is handed to a user's train loop as it stands; ``num_threads`` None leaves torch's choice.
+
+    ``must_be_finite``, ``loss_spike``: which steps may not stand, see `workers.step_check`.
+    """
 
     run_id: str
     seed: int
@@ -30,6 +33,8 @@ class WorkerSettings:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loop_config: Mapping[str, JsonValue] = field(default_factory=dict)
     num_threads: int | None = 1
+    must_be_finite: bool = True
+    loss_spike: float | None = None
 
     def __post_init__(self) -> None:
         if self.total_steps < 1:

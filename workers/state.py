@@ -28,6 +28,7 @@ class Progress:
     """Where the Run stands after ``step`` finished optimizer steps. Equal on every rank.
 
     ``position``: samples consumed since step 0; ``sample_chain``: chained xxh3_128 over the ids of those samples.
+    ``skipped``: windows of the stream that are left out, see `workers.skipped_windows`; no part of ``position``.
     """
 
     step: int = 0
@@ -37,6 +38,7 @@ class Progress:
     sample_chain: str = EMPTY_CHAIN
     best_metric: float | None = None
     best_step: int | None = None
+    skipped: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from workers.data_errors import DataError
 from workers.data_patience import DataPatience
 from workers.dataset import TokenDataset
 from workers.sample_order import chain, leaf_digest, sample_ids
+from workers.skipped_windows import Windows, spans
 
 __all__ = ["Leaf", "LeafStream", "chain", "leaf_digest", "leaves_per_rank", "sample_ids", "validation_leaves"]
 
@@ -86,7 +87,10 @@ def leaves_per_rank(num_leaves: int, world_size: int) -> int:
 
 
 class LeafStream:
-    """The training leaves of one rank, step by step. Call `seek` first; `close` ends the loader processes."""
+    """The training leaves of one rank, step by step. Call `seek` first; `close` ends the loader processes.
+
+    ``skipped``: windows of the stream that are left out; positions do not count them.
+    """
 
     def __init__(
         self,
@@ -96,6 +100,8 @@ class LeafStream:
         rank: int,
         world_size: int,
         patience: DataPatience | None = None,
+        *,
+        skipped: Windows = (),
     ) -> None:
         if dataset.card.sequence_length != data_config.sequence_length:
             raise DataError(
@@ -107,7 +113,7 @@ class LeafStream:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")
         self._dataset, self._config, self._seed = dataset, data_config, seed
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._skipped = rank, world_size, skipped
         self._per_step = leaves_per_rank(data_config.num_leaves, world_size)
         self._patience = patience
         self._fetched: Iterator[_Fetched | _Failed] | None = None
@@ -122,8 +128,8 @@ class LeafStream:
     def seek(self, step: int, position: int | None = None) -> None:
         """Begin at ``step`` (counting from 1), whose first sample is at global ``position``.
 
-        ``position`` defaults to ``(step - 1) * global_batch``; another value skips a window of data or goes on from a
-        Checkpoint of another global batch.
+        ``position`` defaults to ``(step - 1) * global_batch``; it is another one after a Checkpoint of another global
+        batch.
         """
         if step < 1:
             raise ValueError(f"steps count from 1; cannot seek to step {step}")
@@ -138,7 +144,7 @@ class LeafStream:
         requests = _Requests(
             self._config, self._rank, self._world_size, self._step, self._position, first_round=self._consumed
         )
-        source = _LeafSource(self._dataset, self._seed, self._config.micro_batch)
+        source = _LeafSource(self._dataset, self._seed, self._config.micro_batch, self._skipped)
         with warnings.catch_warnings():
             # Said by torch of torchdata's own call, once in every process; nothing a reader could act on.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
@@ -253,11 +259,12 @@ class _Requests:
 class _LeafSource(torch.utils.data.Dataset[_Fetched | _Failed]):
     """The map-style dataset of the loader: a request in, one leaf's tokens out."""
 
-    def __init__(self, dataset: TokenDataset, seed: int, micro_batch: int) -> None:
-        self._dataset, self._seed, self._micro_batch = dataset, seed, micro_batch
+    def __init__(self, dataset: TokenDataset, seed: int, micro_batch: int, skipped: Windows) -> None:
+        self._dataset, self._seed, self._micro_batch, self._skipped = dataset, seed, micro_batch, skipped
 
     def __getitem__(self, request: _Request) -> _Fetched | _Failed:
-        ids = sample_ids(self._seed, self._dataset.num_rows, request.position, self._micro_batch)
+        runs = spans(request.position, self._micro_batch, self._skipped)
+        ids = np.concatenate([sample_ids(self._seed, self._dataset.num_rows, place, count) for place, count in runs])
         try:
             return _Fetched(request, self._dataset.rows(ids), ids)
         except (DataError, StorageError) as error:
