@@ -192,3 +192,18 @@ def test_a_run_that_has_only_blocked_nodes_left_says_so(monkeypatch: pytest.Monk
     stop = scene.gathering.members(wait_for_more=False)
     assert isinstance(stop, Stop)
     assert "1 node(s) are there but blocked" in stop.reason
+
+
+def test_a_stop_waits_for_another_world_only_while_work_is_in_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0}, min_workers=2)
+    scene.settle()
+    scene.stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
+    assert scene.gathering.members(wait_for_more=False) == scene.stop
+    members = scene.gathering.members(wait_for_more=False, is_unsaved=True)
+    assert not isinstance(members, Stop)
+    assert len(members) == 2
+    scene.stop = Stop(exit_code=ExitCode.REFUSED, reason="another driver")
+    assert scene.gathering.members(wait_for_more=False, is_unsaved=True) == scene.stop
+    scene.gathering.lose_node("b")
+    scene.stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
+    assert scene.gathering.members(wait_for_more=False, is_unsaved=True) == scene.stop, "there is no other World"

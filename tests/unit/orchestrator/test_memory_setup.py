@@ -1,0 +1,170 @@
+"""The memory Tier of each World: what is said, what a rank is told, and how a World may part. The crew is a script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.decisions import Stop
+from orchestrator.exit_codes import ExitCode
+from orchestrator.memory_setup import MemorySetup
+from orchestrator.node_watcher import NodeView
+from orchestrator.recorder import Recorder
+from orchestrator.signals import StepFinished
+from storage.config import MemoryConfig
+from storage.keeper_protocol import KeeperGreeting, TransportAddress
+from storage.keys import Attempt
+from workers.contract import Member, OrderKind, StepReport
+
+MIB = 1 << 20
+LABEL = "ray.io/availability-zone"
+
+
+class Crew:
+    """Keepers of ``nodes``, each with ``budget``."""
+
+    transport_key = bytes(range(32))
+
+    def __init__(self, nodes: str, budget: int) -> None:
+        self.errors: dict[str, str] = {}
+        self.living = {node: self._greeting(node, budget) for node in nodes}
+
+    @staticmethod
+    def _greeting(node: str, budget: int) -> KeeperGreeting:
+        address = TransportAddress(node_id=node, host="127.0.0.1", port=ord(node))
+        return KeeperGreeting(
+            protocol_version=1, build_digest="", run_id="r", node_id=node, pid=1, address=address, budget_bytes=budget
+        )
+
+    def handles(self) -> dict[str, Any]:
+        return dict.fromkeys(self.living)
+
+    def greetings(self) -> dict[str, KeeperGreeting]:
+        return self.living
+
+    def memory_errors(self) -> dict[str, str]:
+        return self.errors
+
+
+class Bench:
+    def __init__(self, nodes: str = "abc", *, budget: int = 1000 * MIB, **config: Any) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.recorder = Recorder(self, start_unix_s=0.0)
+        self.crew = Crew(nodes, budget)
+        self.setup = MemorySetup(MemoryConfig(**{"mode": "auto", **config}), self.crew, self.recorder)
+        self.nodes = {node: NodeView(node_id=node, is_alive=True, resources={}) for node in nodes}
+        self.members = tuple(Member(rank=rank, worker_id=f"w{rank}", node_id=node) for rank, node in enumerate(nodes))
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.events.append((event, fields))
+
+    def arrange(self, state_bytes: int | None = 30 * MIB, draining: str = "") -> Stop | None:
+        return self.setup.arrange(self.members, nodes=self.nodes, draining=set(draining), state_bytes=state_bytes)
+
+    def finish_step(self, safe_step: int) -> None:
+        report = StepReport(
+            step=5, loss=1.0, grad_norm=1.0, lr=0.1, tokens=1, position=1, sample_chain="", step_s=0.1,
+            finished_at_s=0.0, safe_step=safe_step,
+        )  # fmt: skip
+        self.recorder.record([StepFinished(attempt=Attempt(number=1, nonce="00000000"), report=report)])
+
+    def peer(self, node: str) -> str | None:
+        spec = self.setup.spec(node)
+        assert spec is not None
+        assert spec.key == Crew.transport_key
+        return None if spec.peer is None else spec.peer.node_id
+
+
+def test_each_rank_is_told_its_node_s_peer_and_it_is_said_once() -> None:
+    bench = Bench()
+    assert bench.arrange() is None
+    assert [bench.peer(node) for node in "abc"] == ["b", "c", "a"]
+    assert bench.arrange() is None
+    [(name, fields)] = bench.events
+    assert name == "memory_tier"
+    assert (fields["mode"], fields["peers"]) == ("replicated", {"a": "b", "b": "c", "c": "a"})
+    assert fields["need_bytes"] < fields["have_bytes"] == 1000 * MIB
+
+
+def test_zones_are_read_from_the_node_s_labels() -> None:
+    bench = Bench("abcd")
+    for node, zone in zip("abcd", ["x", "x", "y", "y"], strict=True):
+        bench.nodes[node] = NodeView(node_id=node, is_alive=True, resources={}, labels={LABEL: zone})
+    bench.arrange()
+    assert {bench.peer("a"), bench.peer("b")} == {"c", "d"}
+    assert {bench.peer("c"), bench.peer("d")} == {"a", "b"}
+
+
+def test_a_draining_node_and_one_that_is_gone_take_no_replicas() -> None:
+    bench = Bench()
+    bench.arrange(draining="b")
+    assert [bench.peer(node) for node in "abc"] == ["c", "a", "a"]
+    del bench.nodes["b"]
+    bench.members = bench.members[::2]
+    bench.arrange()
+    assert [bench.peer(node) for node in "ac"] == ["c", "a"]
+    assert len(bench.events) == 2
+
+
+def test_without_room_for_replicas_ranks_have_no_peer_and_it_is_said() -> None:
+    bench = Bench(budget=40 * MIB)
+    assert bench.arrange() is None
+    assert [bench.peer(node) for node in "abc"] == [None, None, None]
+    assert bench.events[-1][1]["mode"] == "own-only"
+
+
+def test_without_any_room_ranks_keep_nothing_in_memory() -> None:
+    bench = Bench(budget=10 * MIB)
+    assert bench.arrange() is None
+    assert bench.setup.spec("a") is None
+    assert bench.events[-1][1]["mode"] == "off"
+
+
+@pytest.mark.parametrize("budget", [10 * MIB, 40 * MIB])
+def test_a_tier_that_is_insisted_on_and_does_not_fit_stops_the_run_before_training(budget: int) -> None:
+    stop = Bench(mode="on", budget=budget).arrange()
+    assert stop is not None
+    assert stop.exit_code is ExitCode.CONFIG_ERROR
+    assert "checkpoint.memory.mode is on, but" in stop.reason
+
+
+def test_off_says_nothing_and_tells_nothing() -> None:
+    bench = Bench(mode="off")
+    assert bench.arrange() is None
+    bench.crew.errors = {"a": "x"}
+    bench.setup.note_errors()
+    assert bench.setup.spec("a") is None
+    assert bench.setup.leave_kind(bench.members, set()) is OrderKind.LEAVE
+    assert bench.events == []
+
+
+def test_a_world_parts_once_memory_has_been_seen_to_work() -> None:
+    bench = Bench()
+    bench.arrange()
+    assert bench.setup.leave_kind(bench.members, set()) is OrderKind.LEAVE
+    bench.finish_step(safe_step=4)
+    assert bench.setup.leave_kind(bench.members, {"b"}) is OrderKind.PART
+    del bench.crew.living["c"]
+    assert bench.setup.leave_kind(bench.members, set()) is OrderKind.LEAVE
+
+
+def test_without_replicas_a_node_that_goes_away_takes_its_snapshots_along() -> None:
+    bench = Bench(replicate=False)
+    bench.arrange()
+    bench.finish_step(safe_step=4)
+    assert bench.setup.leave_kind(bench.members, set()) is OrderKind.PART
+    assert bench.setup.leave_kind(bench.members, {"b"}) is OrderKind.LEAVE
+
+
+def test_what_keeps_a_keeper_from_replicating_is_said_once_for_each_change() -> None:
+    bench = Bench()
+    bench.crew.errors = {"a": "no route"}
+    bench.setup.note_errors()
+    bench.setup.note_errors()
+    bench.crew.errors = {}
+    bench.setup.note_errors()
+    bench.crew.errors = {"a": "no route"}
+    bench.setup.note_errors()
+    said = [(name, fields["node"], fields["reason"]) for name, fields in bench.events]
+    assert said == [("memory_degraded", "a", "no route")] * 2
