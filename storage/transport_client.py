@@ -106,7 +106,7 @@ def send_replica(
     deadline = Deadline(deadline_s)
     moving = Deadline(deadline_s, silence_s=stall_s)
     with _unavailable("replicate", name, address), contextlib.ExitStack() as stack:
-        channel = _connect(address, key, ref.run_id, deadline)
+        channel = _connect(address, key, ref.run_id, Deadline(min(deadline_s, stall_s)))
         stack.callback(channel.sock.close)
         channel.send(Request(body=Put.of(ref)), moving)
         reply = channel.receive(Reply, deadline)

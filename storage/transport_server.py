@@ -11,7 +11,7 @@ import math
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import xxhash
@@ -63,7 +63,7 @@ class _Connection:
     """``idle_since_s``: when it began to wait for a request; None while it serves one."""
 
     channel: Channel
-    key: bytes
+    key: bytes = field(repr=False)
     thread: threading.Thread
     idle_since_s: float | None
 

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,18 @@ from storage.errors import StoreRefused, StoreUnavailable
 from storage.transport import ReplicaRef
 from storage.transport_client import ReplicaClient, send_replica
 from storage.transport_server import TransportLimits, TransportServer
-from storage.transport_wire import MAGIC, NONCE_BYTES, PROOF_BYTES, Channel, Fetch, Handshake, Reply, Request, Verdict
+from storage.transport_wire import (
+    MAGIC,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Channel,
+    Fetch,
+    Handshake,
+    Reply,
+    Request,
+    Verdict,
+    wait_for,
+)
 from tests.fakes.replica_holder import FakeHolder
 from tests.fakes.transport_peers import FIRST, KEY, RUN, WAIT_S, call, scripted_server, soon, take
 
@@ -184,16 +196,27 @@ def test_a_claim_of_a_huge_message_is_not_allocated(server: TransportServer) -> 
 def test_a_new_key_shuts_the_old_one_out(server: TransportServer) -> None:
     old = ReplicaClient(server.address, KEY, RUN, deadline_s=WAIT_S)
     assert old.fetch(FIRST, 3, 0, 0, len(CONTENT)) == CONTENT
-    idle = call(server.address, KEY, RUN)
     server.set_key(OTHER_KEY)
-    assert is_hung_up(idle.sock)
-    idle.sock.close()
     with pytest.raises(StoreRefused, match="the key of an earlier driver"):
         old.fetch(FIRST, 3, 0, 0, len(CONTENT))
     old.close()
     assert fetch(server, OTHER_KEY) == CONTENT
     server.set_key(OTHER_KEY)
     assert fetch(server, OTHER_KEY) == CONTENT
+
+
+def test_a_new_key_ends_a_connection_that_waits(server: TransportServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_waiting = threading.Event()
+
+    def announced_wait(*arguments: Any) -> None:
+        is_waiting.set()
+        wait_for(*arguments)
+
+    monkeypatch.setattr("storage.transport_server.wait_for", announced_wait)
+    with call(server.address, KEY, RUN).sock as sock:
+        assert is_waiting.wait(WAIT_S)
+        server.set_key(OTHER_KEY)
+        assert is_hung_up(sock)
 
 
 def test_nobody_listening_is_unavailable() -> None:
