@@ -283,6 +283,7 @@ class Controller:
             detected_s=detected_s,
             lost_steps=lost_steps,
             members=[member.worker_id for member in world.members],
+            wanted_workers=self._sizing.world.max_workers,
         )
         _log.info("attempt %d: %d workers, from step %d (%s)", world.attempt.number, world.size, restored_step, cause)
         self._recorder.forget_beyond(restored_step)

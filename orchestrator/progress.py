@@ -141,7 +141,8 @@ class RunStatus:
         if self.tokens_per_s is not None:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
         if self.world_size:
-            parts.append(f"{self.world_size} worker{'s' if self.world_size > 1 else ''}")
+            wanted = f" of {self.wanted_workers}" if self.wanted_workers > self.world_size else ""
+            parts.append(f"{self.world_size}{wanted} worker{'s' if self.world_size > 1 or wanted else ''}")
         parts.append("no checkpoint yet" if self.committed_step is None else f"committed {self.committed_step}")
         at_risk = self.step - self._base_step
         if self.safe_step is not None:
@@ -177,9 +178,8 @@ def event_line(event: Event) -> str | None:
             why = f"attempt {event.get('attempt')} ({event.get('cause')})"
             return f"{why}: {event.get('world_size')} workers, {start}{again}"
         case "request":
-            who = event.get("made_by") or "someone"
-            wish = event.get("wish")
-            return f"asked by {who}: {f'scale to {event.get("workers")} workers' if wish == 'scale' else wish}"
+            to = f" to {event['workers']} workers" if event.get("workers") else ""
+            return f"asked by {event.get('made_by') or 'someone'}: {event.get('wish')}{to}"
         case "decision" if event.get("decision") in ("keep", "refuse"):
             return str(event.get("reason"))
         case "node_blocked":

@@ -18,6 +18,7 @@ _CAUSES = {
     "start": "the run began",
     "driver-restart": "a new driver took over",
     "join": "new workers joined",
+    "scale": "another number of workers was asked for",
     "preemption": "a machine was reclaimed",
     "node-lost": "a machine died",
     "worker-lost": "a worker process died",

@@ -166,7 +166,7 @@ class RequestWork:
         self._sizing.want(workers)
         self._ask_cluster()
         reason = f"{workers} workers are wanted, {self._record.world_size} train"
-        self._record.emit("decision", decision="scale", reason=reason)
+        self._record.emit("decision", decision="scale", workers=workers, reason=reason)
         self._desk.answer(nonce, "accepted", reason)
         if self._record.steps_this_attempt:
             self._note_size(self._record.newest_step)

@@ -228,3 +228,23 @@ def test_what_becomes_of_the_memory_tier_is_said() -> None:
     passed_over = event_line({"event": "memory_passed_over", "step": 40, "reason": "no Keeper answered"})
     assert passed_over == "nothing in memory to go on from, step 40 is read instead: no Keeper answered"
     assert "node abc has no replica" in (event_line({"event": "memory_degraded", "node": "abc", "reason": "x"}) or "")
+
+
+def test_a_world_smaller_than_wanted_shows_both_numbers() -> None:
+    status = RunStatus()
+    status.add({"event": "attempt_started", "world_size": 2, "wanted_workers": 4})
+    assert "2 of 4 workers" in status.line()
+    status.add({"event": "decision", "decision": "scale", "workers": 2, "reason": "asked for"})
+    assert " 2 workers" in status.line()
+    status.add({"event": "attempt_started", "world_size": 1, "wanted_workers": 1})
+    assert "1 worker " in status.line()
+
+
+def test_what_people_ask_for_and_what_is_decided_on_it_is_said() -> None:
+    asked: Event = {"event": "request", "wish": "scale", "workers": 3, "made_by": "me@here"}
+    assert event_line(asked) == "asked by me@here: scale to 3 workers"
+    assert event_line({"event": "request", "wish": "save", "workers": None, "made_by": ""}) == "asked by someone: save"
+    assert event_line({"event": "decision", "decision": "keep", "reason": "it does not pay"}) == "it does not pay"
+    assert event_line({"event": "decision", "decision": "leave", "reason": "routine"}) is None
+    blocked: Event = {"event": "node_blocked", "node": "a" * 56, "reason": "3 worker failures"}
+    assert event_line(blocked) == "node aaaaaaaaaaaa is not used any more: 3 worker failures"

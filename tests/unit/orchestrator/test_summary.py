@@ -67,10 +67,10 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
         loss_last=2.5,
         world_sizes=[{"step": 1, "size": 2}, {"step": 4, "size": 1}],
         attempts=[
-            {"attempt": 1, "cause": "start", "world_size": 2, "fault_s": None, "detected_s": None, "regrouped_s": 5.0,
-             "first_step_s": 7.0, "lost_steps": 0, "restored_step": 0, "restored_from": "none"},
-            {"attempt": 2, "cause": "node-lost", "world_size": 1, "fault_s": 11.2, "detected_s": 11.7,
-             "regrouped_s": 12.4, "first_step_s": 14.2, "lost_steps": 2, "restored_step": 3,
+            {"attempt": 1, "cause": "start", "world_size": 2, "wanted_workers": 2, "fault_s": None, "detected_s": None,
+             "regrouped_s": 5.0, "first_step_s": 7.0, "lost_steps": 0, "restored_step": 0, "restored_from": "none"},
+            {"attempt": 2, "cause": "node-lost", "world_size": 1, "wanted_workers": 1, "fault_s": 11.2,
+             "detected_s": 11.7, "regrouped_s": 12.4, "first_step_s": 14.2, "lost_steps": 2, "restored_step": 3,
              "restored_from": "object-storage"},
         ],
         commits=[
@@ -85,6 +85,7 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
         failures=1,
         evals=[],
         losses=[{"step": step, "loss": 10.0 - step + (0.5 if step > 3 else 0.0)} for step in range(1, 9)],
+            blocked_nodes={},
         storage={"saves_skipped": 0, "saves_failed": 0, "saves_retried": 0, "saves_slow": 0, "upload_retries": 0,
                  "outages": 0, "outage_s": 0.0, "longest_outage_s": 0.0, "max_at_risk_steps": 0, "max_at_risk_s": 0.0},
         memory={"mode": "off", "safe_step": None, "snapshots": 0, "stall_s": 0.0, "passed_over": 0, "degraded": 0},
@@ -321,3 +322,20 @@ def test_lines_of_an_older_run_under_the_same_url_do_not_count() -> None:
     summary = summarize([*old, *new])
     assert summary == summarize(new)
     assert (len(summary["commits"]), summary["loss_first"]) == (1, 4.0)
+
+
+def test_a_change_that_a_person_asked_for_is_no_failure_and_blocked_nodes_are_named() -> None:
+    summary = summarize(
+        [
+            line("run_started", 0.0, run_id="r"),
+            attempt(1, 1.0, "start", 2, 0, "none", wanted_workers=2),
+            *steps(1, 1, 1, 3.0, 2),
+            line("node_blocked", 3.5, node="n1", reason="3 worker failures"),
+            line("attempt_ended", 4.0, attempt=1, last_step=1, reason="left"),
+            attempt(2, 4.1, "scale", 2, 1, "own-memory", wanted_workers=3),
+            *steps(2, 2, 2, 6.0, 2),
+        ]
+    )
+    assert (summary["failures"], summary["preemptions"]) == (0, 0)
+    assert [one["wanted_workers"] for one in summary["attempts"]] == [2, 3]
+    assert summary["blocked_nodes"] == {"n1": "3 worker failures"}
