@@ -5,7 +5,7 @@ It knows no Keeper and no arena. Nothing that arrives is unpickled, and no lengt
 Handshake: client: magic, nonce; server: nonce; client: proof; server: answer, proof. A proof is an HMAC-SHA256 over
 both nonces, the Run and the side that proves, so that neither side's can be played back to it. The server proves
 nothing to a client that has not. After it each message is authenticated with a key of the connection and a count; the
-bytes of an object are not: whoever takes them checks their digest.
+bytes of an object are not: whoever takes them checks their digest. Nothing is encrypted: the network is the cluster's.
 """
 
 from __future__ import annotations
