@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from workers.errors import LoopMisused
 from workers.evaluation import move_leaf
+from workers.local_step import step_locally
 from workers.parallelize import clip_gradients
 from workers.reduction import leaf_weight, num_rounds
 from workers.sample_order import leaf_digest
@@ -77,7 +78,7 @@ class TrainStep:
         state = self._state
         self.grad_norm = clip_gradients(state.model, self._clip_norm)
         self.lr = float(state.optimizer.param_groups[0]["lr"])
-        state.optimizer.step()
+        step_locally(state.optimizer)
         state.scheduler.step()
         state.optimizer.zero_grad(set_to_none=True)
         return self.grad_norm
