@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _QUIET_S = 3.0  # longest that starts of new workers wait for the survivors' first step
 _LAST_WORDS_S = 1.0
 _OBITUARY_S = 0.2
+_STARVED_S = 10.0  # how old a kill of the kernel may be to be the reason for a death seen now
 _BUSY_PHASES = frozenset({Phase.STARTING, Phase.IDLE, Phase.FORMING, Phase.LOADING})
 
 
@@ -290,6 +291,7 @@ class AttemptRun:
             hung=frozenset(hang.worker_id for hang in self._hangs) | self._starved(),
             settle_s=self._config.failure.settle_s,
         )
+        asked = self._ask_starved(reckoning)
         self._drain_outcomes(reckoning)
         self._tick()  # what was reported last tells how far the World had come
         facts = AttemptFacts(
@@ -297,9 +299,7 @@ class AttemptRun:
             lost_workers=reckoning.lost_workers,
             lost_nodes=reckoning.lost_nodes,
             hung_workers=tuple(hang.worker_id for hang in self._hangs),
-            starved_workers=tuple(
-                w for w, why in self._signs.gone.items() if why == ray.exceptions.OutOfMemoryError.__name__
-            ),
+            starved_workers=self._killed_for_memory(asked),
             draining_nodes=self._draining(),
             reached_step=self._reached_step(),
             step_s=self._recorder.newest_step_s,
@@ -316,6 +316,26 @@ class AttemptRun:
         )
         _log.warning("fault: %s: %s", fault.kind.value, fault.detail)
         return Broken(fault=fault, facts=facts, detected_at_s=detected_at_s)
+
+    def _ask_starved(self, reckoning: Reckoning) -> dict[Any, str]:
+        """Questions to the nodes of workers that died there: was it the kernel, for want of memory? By worker."""
+        fenced = {hang.worker_id for hang in self._hangs} | self._starved()
+        home = {member.worker_id: member.node_id for member in self._world.members}
+        died = [w for w in reckoning.lost_workers if w not in fenced and home[w] not in reckoning.lost_nodes]
+        refs = {worker: self._group.ask_starved(worker, _STARVED_S) for worker in died}
+        return {ref: worker for worker, ref in refs.items() if ref is not None}
+
+    def _killed_for_memory(self, asked: dict[Any, str]) -> tuple[str, ...]:
+        """The workers that Ray's memory monitor or the kernel killed, as far as anyone can tell at once."""
+        by_ray = {w for w, why in self._signs.gone.items() if why == ray.exceptions.OutOfMemoryError.__name__}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_OBITUARY_S) if asked else ([], [])
+        by_kernel: set[str] = set()
+        for ref in answered:
+            try:
+                by_kernel |= {asked[ref]} if ray.get(ref) else set()
+            except ray.exceptions.RayError as error:
+                _log.debug("nobody tells why worker %s died: %s", asked[ref], type(error).__name__)
+        return tuple(sorted(by_ray | by_kernel))
 
     def _starved(self) -> frozenset[str]:
         """Members that said they had run out of memory. Any thread of such a process may have failed for want of it,

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from orchestrator.oom_watch import OomWatch
 from workers.lifeline import Lifeline, LifelineSpec, Role
 
 __all__ = ["NodeAgent", "NodeAgentActor"]
@@ -29,9 +30,15 @@ class NodeAgent:
             None if lifeline is None else Lifeline(lifeline, role=Role.AGENT, name=node_id, node_id=node_id)
         )
 
+        self._oom_watch = OomWatch()
+
     def ping(self) -> int:
         """Liveness: this process's pid."""
         return os.getpid()
+
+    def has_starved(self, within_s: float) -> bool:
+        """Whether the kernel killed a process of this node for want of memory within the last ``within_s``."""
+        return self._oom_watch.was_recent(within_s)
 
     def living(self, pids: Sequence[int]) -> tuple[int, ...]:
         """Those of ``pids`` that exist and are not zombies."""

@@ -321,6 +321,13 @@ class WorkerGroup:
             return None
         return self._nodes[worker.node_id].agent.living.remote((worker.facts.pid,))
 
+    def ask_starved(self, worker_id: str, within_s: float) -> Any | None:
+        """A ref that tells whether the kernel lately killed a process of the worker's node for want of memory."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.node_id not in self._nodes:
+            return None
+        return self._nodes[worker.node_id].agent.has_starved.remote(within_s)
+
     def fence(self, worker_id: str) -> Any | None:
         """SIGKILL a worker through its node's agent; the ref resolves to the pids still alive (none, if it worked)."""
         worker = self._workers.get(worker_id)
