@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.attempt_run import AttemptEnd, Broken, Finished, Left
+from orchestrator.bad_steps import bad_step_entry
 from orchestrator.block_list import NodeFailure
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
@@ -24,6 +25,7 @@ from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
 from orchestrator.worker_group import WorkerGroup
 from storage.errors import LeaseHeld, StorageError
+from workers.contract import SkippedWindow
 
 __all__ = ["Aftermath"]
 
@@ -65,6 +67,11 @@ class Aftermath:
                 return self._after_leaving(end)
             case Broken():
                 return self._after_fault(end, resume_url)
+
+    @property
+    def skipped(self) -> tuple[SkippedWindow, ...]:
+        """What every World from here on leaves out of the data."""
+        return self._counters.skipped
 
     def write_journal(self, kind: str, **values: Any) -> Stop | None:
         """One entry, with the counters; tried again for as long as the store is away."""
@@ -124,6 +131,7 @@ class Aftermath:
         stop = self._quarantine(end, resume_url)
         if stop is not None:
             return stop
+        known = self._counters.skipped
         decision, self._counters = decide_after_fault(
             end.fault,
             self._counters,
@@ -132,10 +140,12 @@ class Aftermath:
             steps_kept=self._recorder.commits_this_attempt,
         )
         kind = type(decision).__name__.lower()
-        stop = self.write_journal("decision", decision=kind, reason=decision.reason)
+        stop = self.write_journal("decision", decision=kind, reason=decision.reason, **bad_step_entry(end))
         if stop is not None:
             return stop
         self._recorder.emit("decision", decision=kind, reason=decision.reason)
+        for window in self._counters.skipped[len(known) :]:
+            self._recorder.emit("window_skipped", step=window.step, place=window.place, samples=window.samples)
         if is_outage(end.fault) and isinstance(decision, Regroup):
             return self._store.loading_failed(end.fault.detail) or decision
         return decision

@@ -67,6 +67,13 @@ class FailureConfig(_Settings):
     max_same_step_failures: int | None = Field(
         3, ge=2, description="stop once workers were lost, or hung, at the same step this often; null: never"
     )
+    nan: Literal["rollback", "stop", "ignore"] = Field(
+        "rollback", description="a loss or gradient norm that is not finite: go back and leave its samples out, or stop"
+    )
+    loss_spike: float | None = Field(
+        None, gt=1, description="roll back as well where the loss is so many times its running median; null: never"
+    )
+    max_skipped_windows: int = Field(8, ge=0, description="global batches that may be left out before the run stops")
     slow_node: Literal["report", "exclude"] = Field(
         "report", description="exclude: part from a node that computes slower than the others where that pays"
     )

@@ -301,6 +301,7 @@ class Controller:
                 group_timeout_s=self._config.failure.group_timeout_s,
                 restore=plan,
                 data_override=self._config.data.allow_changed,
+                skipped=self._aftermath.skipped,
                 memory=self._memory.spec(member.node_id),
             )
             for member in world.members

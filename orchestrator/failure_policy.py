@@ -14,7 +14,8 @@ from orchestrator.crash_loop import Failure, Repeat, count_again, forget_passed,
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
 from storage.errors import StoreUnavailable
-from workers.contract import CauseKind, FailureCause, Outcome, OutcomeKind
+from workers.contract import CauseKind, FailureCause, Outcome, OutcomeKind, SkippedWindow
+from workers.errors import StepNotFinite
 
 __all__ = [
     "MAX_FRUITLESS_ATTEMPTS",
@@ -31,6 +32,7 @@ MAX_CORRUPT_ATTEMPTS = 64
 MAX_FRUITLESS_ATTEMPTS = 8  # attempts in a row that finish no step: something is broken that a regroup cannot mend
 _MAX_SAME_USER_ERRORS = 2
 _MAX_SAME_STARVATIONS = 2
+_MAX_SAME_BAD_STEPS = 2
 
 
 class FaultKind(StrEnum):
@@ -46,6 +48,7 @@ class FaultKind(StrEnum):
     CORRUPT_CHECKPOINT = "corrupt-checkpoint"
     MISMATCH = "checkpoint-mismatch"
     STORAGE = "storage-error"
+    BAD_STEP = "bad-step"
     MEMORY = "memory-unreadable"
 
 
@@ -84,7 +87,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Failures so far, over every driver of the Run (kept in the Journal)."""
+    """Failures so far, over every driver of the Run (kept in the Journal), and what is skipped because of them."""
 
     user_errors: int = 0
     infrastructure: int = 0
@@ -92,6 +95,7 @@ class Counters:
     storage_errors: int = 0
     fruitless: int = 0
     repeats: tuple[Repeat, ...] = ()
+    skipped: tuple[SkippedWindow, ...] = ()
 
 
 def _root_cause(outcomes: Sequence[Outcome]) -> FailureCause | None:
@@ -100,6 +104,7 @@ def _root_cause(outcomes: Sequence[Outcome]) -> FailureCause | None:
         CauseKind.CORRUPT_CHECKPOINT,
         CauseKind.CHECKPOINT_MISMATCH,
         CauseKind.DATA,
+        CauseKind.BAD_STEP,
         CauseKind.OUT_OF_MEMORY,
         CauseKind.USER,
         CauseKind.MEMORY,
@@ -131,6 +136,7 @@ def _classify(facts: AttemptFacts) -> Fault:
             CauseKind.CORRUPT_CHECKPOINT: FaultKind.CORRUPT_CHECKPOINT,
             CauseKind.CHECKPOINT_MISMATCH: FaultKind.MISMATCH,
             CauseKind.STORAGE: FaultKind.STORAGE,
+            CauseKind.BAD_STEP: FaultKind.BAD_STEP,
             CauseKind.MEMORY: FaultKind.MEMORY,
             CauseKind.OUT_OF_MEMORY: FaultKind.OUT_OF_MEMORY,
         }
@@ -186,6 +192,8 @@ def decide_after_fault(
             return Regroup(cause=fault.kind.value, reason=fault.detail), counters
         case FaultKind.USER_ERROR:
             return _after_user_error(fault, counters, config)
+        case FaultKind.BAD_STEP if fault.root is not None:
+            return _after_bad_step(fault, fault.root, counters, config)
         case FaultKind.PREEMPTION:
             counters = replace(counters, preemptions=counters.preemptions + 1)
             if _over(counters.preemptions, config.max_preemptions):
@@ -261,3 +269,22 @@ def _after_user_error(fault: Fault, counters: Counters, config: FailureConfig) -
     if _over(counters.user_errors, config.max_user_errors):
         return Stop(exit_code=ExitCode.USER_ERROR, reason=fault.detail), counters
     return Regroup(cause=fault.kind.value, reason=fault.detail), counters
+
+
+def _after_bad_step(
+    fault: Fault, root: FailureCause, counters: Counters, config: FailureConfig
+) -> tuple[Regroup | Stop, Counters]:
+    """Go back and leave the step's samples out; where it goes wrong with others too, they are not the cause."""
+    if root.error_type == StepNotFinite.__name__ and config.nan == "stop":
+        return Stop(exit_code=ExitCode.USER_ERROR, reason=f"failure.nan is stop: {fault.detail}"), counters
+    repeats, count = count_again(counters.repeats, Failure.of(fault.kind.value, root.step), is_lasting=True)
+    counters = replace(counters, repeats=repeats)
+    num_skipped = len({window.step for window in counters.skipped})
+    if count >= _MAX_SAME_BAD_STEPS:
+        reason = f"step {root.step} went wrong again, with other samples than before: {fault.detail}"
+    elif num_skipped >= config.max_skipped_windows:
+        reason = f"{num_skipped} windows are left out already (failure.max_skipped_windows): {fault.detail}"
+    else:
+        counters = replace(counters, skipped=(*counters.skipped, *root.windows))
+        return Regroup(cause=fault.kind.value, reason=f"going on without its samples: {fault.detail}"), counters
+    return Stop(exit_code=ExitCode.USER_ERROR, reason=reason), counters

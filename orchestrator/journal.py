@@ -19,6 +19,7 @@ from storage.errors import LeaseHeld
 from storage.keys import JOURNAL, journal_key
 from storage.object_store import ObjectStore
 from storage.retrying import RetryingStore
+from workers.contract import SkippedWindow
 
 __all__ = ["Journal", "JournalEntry"]
 
@@ -100,7 +101,9 @@ class Journal:
             saved = entry.fields.get("counters")
             if isinstance(saved, dict):
                 plain = {name: value for name, value in saved.items() if name in known}
-                return Counters(**{**plain, "repeats": repeats_from_plain(plain.get("repeats"))})
+                plain["repeats"] = repeats_from_plain(plain.get("repeats"))
+                plain["skipped"] = tuple(SkippedWindow(**window) for window in plain.get("skipped", ()))
+                return Counters(**plain)
         return Counters()
 
     def append_counters(self, kind: str, counters: Counters, *, deadline_s: float = _DEADLINE_S, **values: Any) -> None:

@@ -229,6 +229,8 @@ class _Driver:
             checkpoint=config.checkpoint,
             loop_config=self._loop_config,
             num_threads=config.world.threads_per_worker,
+            must_be_finite=config.failure.nan != "ignore",
+            loss_spike=config.failure.loss_spike,
         )
         return create_worker(
             settings,

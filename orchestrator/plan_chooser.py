@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from orchestrator.attempt_run import AttemptEnd, Broken, Left
+from orchestrator.bad_steps import bad_steps
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_actor import utc_now
 from orchestrator.decisions import Stop
@@ -180,12 +181,11 @@ class PlanChooser:
     def _look(self, expected: int) -> ChosenGeneration | NoGeneration:
         """Ask until ``expected`` is there and does not hang on a node that goes away, but not for long."""
         lineage = self._lineage()
+        distrusted = self._distrusted | bad_steps(self._entries)
         expected_until, moved_until = self._monotonic() + EXPECTED_S, self._monotonic() + MOVING_S
 
         def best(reports: Sequence[MemoryReport]) -> ChosenGeneration | NoGeneration:
-            return choose_generation(
-                reports, lineage=lineage, distrusted=self._distrusted, below_step=self._config.run.steps
-            )
+            return choose_generation(reports, lineage=lineage, distrusted=distrusted, below_step=self._config.run.steps)
 
         def is_enough(reports: Sequence[MemoryReport]) -> bool:
             return 0 <= expected <= _step_of(best(reports))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict, cast
 
 from orchestrator.memory_summary import MemoryFold, MemorySummary, farthest_tier
+from orchestrator.skipped_summary import SkippedSummary, skipped_window
 from orchestrator.storage_summary import StorageFold, StorageSummary
 
 __all__ = [
@@ -98,6 +99,7 @@ class RunSummary(TypedDict):
     failures: int
     evals: list[EvalSummary]
     losses: list[StepLoss]
+    skipped_windows: list[SkippedSummary]
     blocked_nodes: dict[str, str]
     storage: StorageSummary
     memory: MemorySummary
@@ -137,6 +139,7 @@ class SummaryFold:
     _driver_vanished: bool = False
     _driver_lost_s: float | None = None
     _driver_back_s: float | None = None
+    _skipped: list[SkippedSummary] = field(default_factory=list)
     _ended_step: int = 0
     _first_began_s: float | None = None
     _blocked_nodes: dict[str, str] = field(default_factory=dict)
@@ -176,6 +179,8 @@ class SummaryFold:
                 self._evals[_int(event, "step")] = _float(event, "loss")
             case "node_blocked":
                 self._blocked_nodes[_text(event, "node")] = _text(event, "reason")
+            case "window_skipped":
+                self._skipped.append(skipped_window(event))
             case "committed":
                 self._commits.append(_commit(event))
             case "attempt_ended" if self._is_current(event):
@@ -212,6 +217,7 @@ class SummaryFold:
             failures=len(causes) - causes.count(_PREEMPTION),
             evals=[EvalSummary(step=step, loss=loss) for step, loss in sorted(self._evals.items())],
             losses=[StepLoss(step=step, loss=value.loss) for step, value in history],
+            skipped_windows=list(self._skipped),
             blocked_nodes=dict(self._blocked_nodes),
             storage=self._storage.result(),
             memory=self._memory.result(),

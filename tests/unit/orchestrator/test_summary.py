@@ -85,6 +85,7 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
         failures=1,
         evals=[],
         losses=[{"step": step, "loss": 10.0 - step + (0.5 if step > 3 else 0.0)} for step in range(1, 9)],
+        skipped_windows=[],
             blocked_nodes={},
         storage={"saves_skipped": 0, "saves_failed": 0, "saves_retried": 0, "saves_slow": 0, "upload_retries": 0,
                  "outages": 0, "outage_s": 0.0, "longest_outage_s": 0.0, "max_at_risk_steps": 0, "max_at_risk_s": 0.0},
