@@ -29,7 +29,10 @@ __all__ = [
 
 Event = Mapping[str, object]
 
-_FAULT_VERBS = frozenset({"kill-node", "kill-worker", "stop-worker", "drain-node"})
+_FAULT_VERBS = frozenset(
+    {"kill-node", "kill-worker", "stop-worker", "drain-node", "cut-node", "oom-worker", "raise-in-worker"}
+)
+_DRIVER_VERBS = frozenset({"kill-driver", "kill-coordinator"})  # a driver ends with its coordinator
 _PLANNED_CAUSES = frozenset({"start", "join", "leave", "resize", "scale", "slow-node"})
 _DRIVER_RESTART = "driver-restart"
 _PREEMPTION = "preemption"
@@ -227,7 +230,7 @@ class SummaryFold:
         return bool(self._attempts) and _int(event, "attempt") == self._attempts[-1]["attempt"]
 
     def _add_chaos(self, event: Event) -> None:
-        if event.get("verb") == "kill-driver":
+        if event.get("verb") in _DRIVER_VERBS:
             self._driver_lost_s = _float(event, "t_s")
         elif event.get("verb") in _FAULT_VERBS:
             self._unmatched_chaos.append(event)
