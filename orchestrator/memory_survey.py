@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
@@ -16,7 +17,7 @@ from storage.keeper_protocol import MemoryReport
 from storage.keys import StepKey
 from storage.manifest import Receipt
 
-__all__ = ["KeeperSurvey", "MemorySurvey"]
+__all__ = ["Answers", "KeeperSurvey", "MemorySurvey"]
 
 _log = logging.getLogger(__name__)
 REPORT_S = 3.0  # a Keeper waits itself for what it is just indexing
@@ -24,12 +25,18 @@ RECEIPTS_S = 2.0
 _HURRY_S = 0.25  # once what was hoped for is there, others are waited for no longer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """``silent``: nodes whose Keepers did not answer in time, and may the next time."""
+
+    reports: tuple[MemoryReport, ...]
+    silent: frozenset[str] = frozenset()
+
+
 class MemorySurvey(Protocol):
     """What is asked of the Keepers of ``nodes``."""
 
-    def reports(
-        self, nodes: Collection[str], is_enough: Callable[[Sequence[MemoryReport]], bool]
-    ) -> list[MemoryReport]: ...
+    def reports(self, nodes: Collection[str], is_enough: Callable[[Sequence[MemoryReport]], bool]) -> Answers: ...
 
     def receipts(self, nodes: Collection[str], key: StepKey) -> dict[str, tuple[Receipt, ...]]: ...
 
@@ -40,9 +47,7 @@ class KeeperSurvey:
     def __init__(self, handles: Callable[[], Mapping[str, Any]]) -> None:
         self._handles = handles
 
-    def reports(
-        self, nodes: Collection[str], is_enough: Callable[[Sequence[MemoryReport]], bool]
-    ) -> list[MemoryReport]:
+    def reports(self, nodes: Collection[str], is_enough: Callable[[Sequence[MemoryReport]], bool]) -> Answers:
         """All that answer within `REPORT_S`; fewer where those that did are ``is_enough``."""
         calls = {keeper.memory_report.remote(): node for node, keeper in self._handles().items() if node in nodes}
         began, found = time.monotonic(), list[MemoryReport]()
@@ -55,7 +60,7 @@ class KeeperSurvey:
                 break
         for node in calls.values():
             _log.info("the Keeper of node %s does not tell what it holds in memory", node[:12])
-        return found
+        return Answers(reports=tuple(found), silent=frozenset(calls.values()))
 
     def receipts(self, nodes: Collection[str], key: StepKey) -> dict[str, tuple[Receipt, ...]]:
         """By node, of every generation of ``key`` that its Keeper holds."""

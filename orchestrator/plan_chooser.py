@@ -150,7 +150,7 @@ class PlanChooser:
     ) -> RestorePlan | NoGeneration:
         """The newest generation that is whole and whose Receipts say so."""
         for _ in range(_MOST_TRIES):
-            chosen = self._look(self._expected(before))
+            chosen = self._look(before)
             if isinstance(chosen, NoGeneration):
                 return chosen
             for reason in chosen.passed_over:
@@ -172,14 +172,11 @@ class PlanChooser:
                 self._distrusted.add(chosen.key)
         return NoGeneration(reason=f"{_MOST_TRIES} steps in memory were not what they should be")
 
-    def _expected(self, before: AttemptEnd | None) -> int:
-        """The step that memory should hold, as the World that ended said; -1: none."""
-        if isinstance(before, Left) and before.is_parted:
-            return before.step
-        return self._recorder.safe_step_this_attempt
-
-    def _look(self, expected: int) -> ChosenGeneration | NoGeneration:
-        """Ask until ``expected`` is there and does not hang on a node that goes away, but not for long."""
+    def _look(self, before: AttemptEnd | None) -> ChosenGeneration | NoGeneration:
+        """Ask until the step that memory should hold is there and does not hang on a node that goes away, but not for
+        long."""
+        is_parted = isinstance(before, Left) and before.is_parted
+        expected = before.step if isinstance(before, Left) and is_parted else self._recorder.safe_step_this_attempt
         lineage = self._lineage()
         distrusted = self._distrusted | bad_steps(self._entries)
         expected_until, moved_until = self._monotonic() + EXPECTED_S, self._monotonic() + MOVING_S
@@ -191,12 +188,13 @@ class PlanChooser:
             return 0 <= expected <= _step_of(best(reports))
 
         while True:
-            reports = self._survey.reports(self._living(), is_enough)
-            leaving = self._draining()
-            anywhere = best(reports)
-            steady = best([report for report in reports if report.address.node_id not in leaving])
+            answers, leaving = self._survey.reports(self._living(), is_enough), self._draining()
+            anywhere = best(answers.reports)
+            steady = best([report for report in answers.reports if report.address.node_id not in leaving])
             now = self._monotonic()
-            if _step_of(anywhere) < expected and self._is_lively(expected) and now < expected_until:
+            # Whoever parted has only just handed over; what a loss took away does not come back.
+            may_come = (is_parted or bool(answers.silent)) and self._is_untried(expected)
+            if _step_of(anywhere) < expected and may_come and now < expected_until:
                 self._sleep(_POLL_S)
                 continue
             if _step_of(steady) >= _step_of(anywhere):
@@ -206,7 +204,7 @@ class PlanChooser:
                 return anywhere
             self._sleep(_POLL_S)
 
-    def _is_lively(self, expected: int) -> bool:
+    def _is_untried(self, expected: int) -> bool:
         """Whether waiting for ``expected`` can help: not once it was found wanting."""
         return not any(key.step == expected for key in self._distrusted)
 

@@ -15,6 +15,7 @@ from orchestrator.config import RunConfig, RunSettings
 from orchestrator.decisions import Stop
 from orchestrator.failure_policy import AttemptFacts, Fault, FaultKind
 from orchestrator.journal import JournalEntry
+from orchestrator.memory_survey import Answers
 from orchestrator.plan_chooser import EXPECTED_S, MOVING_S, PlanChooser
 from orchestrator.recorder import Recorder
 from orchestrator.resume import Resume
@@ -55,6 +56,7 @@ class Scene:
         self.nonce = NONCE
         self.stored = stored
         self.leaving: frozenset[str] = frozenset()
+        self.silent: frozenset[str] = frozenset()
         self.on_sleep: Callable[[], None] = lambda: None
         self.waits: list[int | None] = []
         self.asked: list[tuple[int | None, str | None]] = []
@@ -102,11 +104,9 @@ class Scene:
         self.events.append((event, fields))
 
     # The Keepers.
-    def reports(
-        self, nodes: Collection[str], is_enough: Callable[[Sequence[MemoryReport]], bool]
-    ) -> list[MemoryReport]:
+    def reports(self, nodes: Collection[str], is_enough: Callable[[Sequence[MemoryReport]], bool]) -> Answers:
         del is_enough
-        return [
+        reports = tuple(
             MemoryReport(
                 address=TransportAddress(node_id=node, host="127.0.0.1", port=1),
                 generations=tuple(
@@ -117,8 +117,9 @@ class Scene:
                     for number, step, rank, size in self.held[node]
                 ),
             )
-            for node in sorted(nodes)
-        ]  # fmt: skip
+            for node in sorted(set(nodes) - self.silent)
+        )  # fmt: skip
+        return Answers(reports=reports, silent=self.silent)
 
     def receipts(self, nodes: Collection[str], key: StepKey) -> dict[str, tuple[Receipt, ...]]:
         if key.step in self.spoilt:
@@ -240,6 +241,18 @@ def test_a_step_that_does_not_come_is_not_looked_for_for_ever() -> None:
     scene = running()
     assert scene.chosen_step(parted(44)) == (41, "memory")
     assert EXPECTED_S <= scene.now < EXPECTED_S + 1.0
+
+
+def test_what_a_lost_node_took_away_is_not_waited_for_but_a_silent_keeper_is() -> None:
+    scene = running()
+    scene.finish(43, 42)
+    assert scene.chosen_step(broken()) == (41, "memory")
+    assert scene.now == 0.0
+    two_ranks(scene, 1, 42)
+    scene.silent = frozenset("b")
+    scene.on_sleep = lambda: setattr(scene, "silent", frozenset())
+    assert scene.chosen_step(broken()) == (42, "memory")
+    assert scene.now > 0.0
 
 
 def test_after_a_leave_the_save_is_waited_for_only_if_memory_has_nothing_better() -> None:
