@@ -280,13 +280,13 @@ class Generations:
     ) -> Generation | None:
         with self._changed:
             while not self._is_closed:
-                found = choose(clock() if clock else 0.0)
+                now_s = clock() if clock else 0.0
+                found = choose(now_s)
                 if found:
                     found[0].is_at_work = True
                     return found[0]
-                due = min((g.retry_at_s for g in self._held if g.retry_at_s and not g.is_given_up), default=None)
-                left_s = 30.0 if due is None or clock is None else due - clock()
-                self._changed.wait(timeout=min(30.0, max(0.01, left_s)))
+                later = (g.retry_at_s - now_s for g in self._held if g.retry_at_s > now_s and self._wants_replica(g))
+                self._changed.wait(timeout=min(later, default=30.0) if clock else 30.0)
             return None
 
     def _sendable(self, now_s: float) -> list[Generation]:

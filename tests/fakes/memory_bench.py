@@ -88,11 +88,12 @@ def ask(
     rank: int = 0,
     safe_step: int = -1,
     pid: int | None = None,
+    run_id: str = "run",
 ) -> BufferLease | None:
     """Lease a buffer for a generation."""
     return keeper.lease_buffer(
         LeaseRequest(
-            run_id="run",
+            run_id=run_id,
             attempt=attempt,
             step=step,
             rank=rank,
@@ -115,10 +116,13 @@ def keep(
     safe_step: int = -1,
     peer: TransportAddress | None = None,
     ship: bool = False,
+    run_id: str = "run",
 ) -> BufferLease | None:
     """One whole Snapshot in memory; None when there was no buffer for it."""
-    header, num_bytes = make_header(content, attempt=attempt, step=step, rank=rank, world_size=world_size)
-    lease = ask(keeper, num_bytes, attempt=attempt, step=step, rank=rank, safe_step=safe_step)
+    header, num_bytes = make_header(
+        content, run_id=run_id, attempt=attempt, step=step, rank=rank, world_size=world_size
+    )
+    lease = ask(keeper, num_bytes, attempt=attempt, step=step, rank=rank, safe_step=safe_step, run_id=run_id)
     if lease is None:
         return None
     with map_buffer(lease.path, lease.num_bytes) as buffer:
