@@ -1,4 +1,4 @@
-"""The proxy that takes the store away. Real: sockets on loopback, a server that answers each line with itself."""
+"""The proxy that takes the store away. Real: sockets on loopback, a server that echoes, moto's S3 server."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import socket
 import socketserver
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from orchestrator.errors import SupervisorError
 from orchestrator.store_proxy import StoreProxy
+from storage.errors import StoreUnavailable
+from tests.s3_stores import new_bucket, store_at
+from tests.servers import MotoServer
 
 WAIT_S = 10.0
 SILENCE_S = 0.3
@@ -73,6 +77,27 @@ def test_an_end_that_hangs_up_is_passed_on(proxy: StoreProxy) -> None:
         client.shutdown(socket.SHUT_WR)
         assert client.recv(100) == b"last\n"
         assert client.recv(100) == b""
+
+
+def test_an_s3_store_behind_it_is_unavailable_while_it_is_cut_and_whole_before_and_after(
+    moto_server: MotoServer, moto_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", moto_server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto_server.secret_key)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    proxy = StoreProxy(moto_server.endpoint)
+    try:
+        store = store_at(proxy.endpoint, new_bucket(moto_client), deadline_s=WAIT_S)
+        store.put("before", b"1")
+        assert store.get("before") == b"1"
+        proxy.cut()
+        with pytest.raises(StoreUnavailable):
+            store.put("during", b"2", deadline_s=SILENCE_S)
+        proxy.mend()
+        store.put("after", b"3")
+        assert store.get("after") == b"3"
+    finally:
+        proxy.close()
 
 
 @pytest.mark.parametrize("endpoint", ["https://s3.example.org", "s3.example.org", ""])
