@@ -7,6 +7,7 @@ What finds no buffer in time is left out, counted and said once. Which steps are
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -25,8 +26,9 @@ __all__ = ["GenerationWriter"]
 _log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.01  # between the first two questions for a buffer; the pause doubles
-_LONGEST_POLL_S: Final = 0.3
-_AWAY_S: Final = 0.5  # between two tries to reach a Keeper whose successor is on its way
+_LONGEST_POLL_S: Final = 0.5
+_CHECK_S: Final = 0.2
+_AWAY_S: Final = 0.5  # between two questions for a replica that cannot be made
 _WATCH_S: Final = 2.0  # one question for a replica
 _REMEMBERED: Final = 32
 
@@ -43,6 +45,7 @@ class GenerationWriter:
         self._ticket: Ticket | None = None
         self._next: LeaseRequest | None = None  # what to ask ahead for
         self._stock: BufferLease | None = None  # the writing thread's alone
+        self._lost: deque[str] = deque(maxlen=_REMEMBERED)  # leases whose seal failed
         self._safe_step = -1
         self._given_up: tuple[int, ...] = ()
         self._unproven: deque[LeaseRequest] = deque(maxlen=3)  # sealed, replica not seen yet, oldest first
@@ -67,17 +70,28 @@ class GenerationWriter:
         with self._changed:
             return self._num_left_out
 
-    def submit(self, ticket: Ticket) -> None:
-        """Begin with it at once. It is over already when the one before is still being handed over."""
+    def submit(self, ticket: Ticket, check: Callable[[], None]) -> None:
+        """Begin with it at once. It is over already when the one before is still being handed over, unless it has time:
+        then ``check`` is called while waiting and may raise."""
+        while not (is_taken := self._submit(ticket)) and math.isfinite(ticket.until):
+            check()
+            if time.monotonic() >= ticket.until:
+                break
+        if not is_taken:
+            self._leave_out(ticket, "the one before it is still being handed over")
+
+    def _submit(self, ticket: Ticket) -> bool:
         with self._changed:
+            if math.isfinite(ticket.until):
+                left_s = max(0.0, ticket.until - time.monotonic())
+                self._changed.wait_for(lambda: self._ticket is None or self._trouble, min(_CHECK_S, left_s))
             if self._trouble is not None:
                 raise RuntimeError(f"{self._name}: a side thread of the memory Tier broke: {self._trouble}")
-            is_busy = self._ticket is not None or self._is_closing
-            if not is_busy:
-                self._ticket = ticket
-                self._changed.notify_all()
-        if is_busy:
-            self._leave_out(ticket, "the one before it is still being handed over")
+            if self._ticket is not None or self._is_closing:
+                return False
+            self._ticket = ticket
+            self._changed.notify_all()
+            return True
 
     def note_safe(self, safe_step: int, given_up: tuple[int, ...]) -> None:
         """Everything older than ``safe_step`` may go, and the steps ``given_up``."""
@@ -133,6 +147,7 @@ class GenerationWriter:
             self._carry_out(ticket)
             with self._changed:
                 self._ticket = None
+                self._changed.notify_all()
         self._return_stock()
 
     def _next_ticket(self) -> Ticket | None:
@@ -195,6 +210,7 @@ class GenerationWriter:
                 lease = self._ask(replace(ticket.request, is_generation=is_generation))
                 if lease is not None:
                     return lease, is_generation
+            ticket.note_refused()
             with self._changed:
                 left_s = ticket.until - time.monotonic()
                 if left_s <= 0 or self._is_closing or not ticket.is_wanted:
@@ -206,18 +222,19 @@ class GenerationWriter:
         with self._changed:
             request = replace(request, safe_step=self._safe_step, given_up=self._given_up)
         try:
+            if self._lost:
+                self._keeper.release(tuple(self._lost))
+                self._lost.clear()
             return self._keeper.lease_buffer(request)
         except KeeperUnreachable as error:
             self._say(f"no buffer: {error}")
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closing, _AWAY_S)
             return None
 
     def _copy(self, ticket: Ticket, lease: BufferLease) -> str | None:
         """The digest of the header; None when the Snapshot was taken back meanwhile."""
         draft = ticket.begin_copy()
         if draft is None:
-            self._keeper.release([lease.lease_id])
+            self._stock = lease
             return None
         try:
             return self._stager.fill(lease, draft)
@@ -228,7 +245,11 @@ class GenerationWriter:
     def _seal(self, ticket: Ticket, lease: BufferLease, digest: str, *, is_kept: bool) -> None:
         sealed = self._stager.sealed(ticket.request, lease, digest, world_size=self._world_size, stall_s=ticket.stall_s)
         peer = self._peer if is_kept else None
-        self._keeper.seal(replace(sealed, ship=ticket.ship, keep=is_kept, peer=peer))
+        try:
+            self._keeper.seal(replace(sealed, ship=ticket.ship, keep=is_kept, peer=peer))
+        except StorageError:
+            self._lost.append(lease.lease_id)
+            raise
         with self._changed:
             if is_kept:
                 self._unproven.append(ticket.request)

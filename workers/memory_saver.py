@@ -29,6 +29,7 @@ __all__ = ["MemorySaver"]
 
 _log = logging.getLogger(__name__)
 _FIRST_S: Final = 2.0  # the first generation of an Attempt may wait so long for a buffer: there is none before it
+_GRACE_S: Final = 0.05  # for the Keeper's answer, where a step is over so soon that there is none yet
 _CLOSE_S: Final = 5.0
 
 
@@ -61,7 +62,6 @@ class MemorySaver:
             name=f"attempt {spec.attempt.label} rank {spec.rank}",
         )
         self._open: Ticket | None = None  # its copy is not known to be made
-        self._last: Ticket | None = None
         self._to_ship: list[Ticket] = []
         self._stall_s = 0.0
         self._hook = state.optimizer.register_step_pre_hook(self._before_update)
@@ -107,7 +107,7 @@ class MemorySaver:
         """Take a Snapshot of ``step``; ``ship``: for the store as well. ``wait_s`` None: nothing is waited for, and
         what became of it shows later. False: it was not taken in that time."""
         started_at = time.monotonic()
-        self._settle()
+        self.settle()
         reshard(self._state.model)  # a loop's own evaluation may have left parameters whole
         spec = self._spec
         snapshot = capture(self._state, rank=spec.rank, world_size=spec.world.size)
@@ -117,10 +117,7 @@ class MemorySaver:
         ticket = Ticket(draft, self._stager.request(draft), ship=ship, until=until)
         del draft, snapshot
         ticket.add_stall(time.monotonic() - started_at)
-        before, self._last = self._last, ticket
-        if wait_s is not None and before is not None:
-            before.wait_over(self._check, wait_s)
-        self._writer.submit(ticket)
+        self._writer.submit(ticket, self._check)
         if wait_s is not None:
             return ticket.wait_sealed(self._check)
         self._open = ticket
@@ -139,21 +136,22 @@ class MemorySaver:
         self._hook.remove()
         if not self._writer.close(_CLOSE_S):
             _log.warning("rank %d: a copy into memory did not end within %g s", self._spec.rank, _CLOSE_S)
-        self._open = self._last = None
+        self._open = None
         self._to_ship.clear()
 
-    def _before_update(self, *_: Any) -> None:
-        """The optimizer's hook: nothing may change before it is copied."""
-        self._settle()
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Return when everything that is to be kept is copied, or taken back: tensors may change from here on."""
         ticket, self._open = self._open, None
         if ticket is None:
             return
         is_first = ticket.step == self._first_step
-        if ticket.take_back(_FIRST_S if is_first else 0.0):
+        if ticket.take_back(_FIRST_S if is_first else _GRACE_S):
             return
         ticket.wait_copied(self._check)
         self._stall_s = ticket.stall_s
         if not is_first:
             self._cadence.note_stall(ticket.stall_s)
+
+    def _before_update(self, *_: Any) -> None:
+        """The optimizer's hook: nothing may change before it is copied."""
+        self.settle()

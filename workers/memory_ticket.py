@@ -26,7 +26,7 @@ class Ticket:
         self.request, self.ship, self.until = request, ship, until
         self._changed = threading.Condition()
         self._draft: Draft | None = draft
-        self._is_copying = self._is_over = self._is_sealed = False
+        self._is_copying = self._is_refused = self._is_over = self._is_sealed = False
         self._error: Exception | None = None
         self._stall_s = 0.0
         self._waiting_since: float | None = None
@@ -48,11 +48,12 @@ class Ticket:
             self._stall_s += seconds
 
     def take_back(self, grace_s: float = 0.0) -> bool:
-        """Give it up unless its copy begins within ``grace_s``. True when it has not: the tensors may change."""
+        """Give it up unless its copy has begun. True when it has not: the tensors may change. Until it is known whether
+        there is a buffer, ``grace_s`` is waited."""
         with self._changed:
-            if grace_s and self._draft is not None:
+            if grace_s and not self._is_decided():
                 began_at = time.monotonic()
-                self._changed.wait_for(lambda: self._is_copying or self._draft is None, grace_s)
+                self._changed.wait_for(self._is_decided, grace_s)
                 self._stall_s += time.monotonic() - began_at
             if self._is_copying:
                 return False
@@ -71,15 +72,6 @@ class Ticket:
         with self._changed:
             return self._changed.wait_for(lambda: self._is_over, timeout_s)
 
-    def wait_over(self, check: Callable[[], None], timeout_s: float) -> bool:
-        """Whether it is decided, within ``timeout_s``, whether it is sealed."""
-        until = time.monotonic() + timeout_s
-        while not self.is_over_within(min(_CHECK_S, max(0.0, until - time.monotonic()))):
-            check()
-            if time.monotonic() >= until:
-                return False
-        return True
-
     def wait_sealed(self, check: Callable[[], None]) -> bool:
         """Whether it was sealed, once that is decided."""
         self._wait(lambda: self._is_over, check)
@@ -97,6 +89,12 @@ class Ticket:
     def is_wanted(self) -> bool:
         with self._changed:
             return self._draft is not None
+
+    def note_refused(self) -> None:
+        """There is no buffer at present."""
+        with self._changed:
+            self._is_refused = True
+            self._changed.notify_all()
 
     def begin_copy(self) -> Draft | None:
         """There is a buffer. None: it was taken back."""
@@ -118,6 +116,9 @@ class Ticket:
         with self._changed:
             self._draft, self._is_over, self._is_sealed, self._error = None, True, is_sealed, error
             self._changed.notify_all()
+
+    def _is_decided(self) -> bool:
+        return self._is_copying or self._is_refused or self._draft is None
 
     def _wait(self, is_reached: Callable[[], bool], check: Callable[[], None]) -> None:
         while True:
