@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from storage.buffer_map import map_buffer
+from storage.buffer_map import BufferMap, map_buffer
 from storage.config import CheckpointConfig, MemoryConfig
 from storage.errors import StorageError
 from storage.keeper import Keeper
@@ -37,7 +37,7 @@ from tests.fakes.memory_bench import (
     steps,
 )
 from tests.fakes.recording_sink import RecordingSink
-from tests.fakes.snapshot_writer import fill, make_header, sealed
+from tests.fakes.snapshot_writer import fill, lease_for, make_header, sealed
 from tests.fakes.snapshot_writer import save as keep_shipped
 
 
@@ -225,11 +225,33 @@ def test_an_index_longer_than_expected_still_makes_a_whole_object(bench: MemoryB
     for step in range(1, 6):
         assert keep(a, many, step=step, safe_step=step - 1, peer=b.greet().address) is not None
         assert a.wait_replicated(FIRST, 0, step, WAIT_S).replicated_step == step
+        (receipt,) = a.generation_receipts(FIRST, step)
+        view = a.memory.open_generation(FIRST, step, 0)
+        assert view is not None
+        assert len(view) == receipt.shard.size
+        del view
     for keeper in (a, b):
         facts = next(facts for facts in keeper.memory_report().generations if facts.step == 5)
         (receipt,) = keeper.generation_receipts(FIRST, 5)
         found = read_arrays(Path(facts.path).read_bytes()[: facts.num_bytes], receipt)
         assert [found[name][0] for name in sorted(found)] == list(range(3000))
+
+
+def test_a_buffer_that_grew_is_not_leased_to_who_has_mapped_it_shorter(bench: MemoryBench) -> None:
+    keeper, mapped = bench.keeper("a"), BufferMap()
+    many = {f"layer.{number:05d}.bias": np.full((3,), number, dtype=np.float32) for number in range(3000)}
+    header, num_bytes = make_header(many, attempt=FIRST, step=1)
+    lease = ask(keeper, num_bytes, step=1)
+    assert lease is not None
+    digest = fill(mapped.open(lease.path, num_bytes), header, many)
+    keeper.seal(replace(sealed(header, lease, digest), keep=True, ship=False))
+    assert keeper.wait_replicated(FIRST, 0, 1, WAIT_S).replicated_step == 1
+    assert keep(keeper, arrays(1, rows=1), step=2, safe_step=2) is not None
+    bigger, num_bytes = make_header(arrays(1, rows=num_bytes // 4096 + 160), attempt=FIRST, step=3)
+    shipped = lease_for(keeper, bigger, num_bytes)
+    assert shipped is not None
+    assert len(mapped.open(shipped.path, num_bytes)) == num_bytes
+    mapped.close()
 
 
 def test_a_peer_without_room_refuses_with_sizes_and_training_goes_on(bench: MemoryBench) -> None:
