@@ -30,7 +30,7 @@ _NAME = re.compile(r"(?P<sequence>\d{8})\.[0-9a-f]{8}\.json\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """``kind``: driver, attempt, decision or end. ``fields``: plain JSON."""
+    """``kind``: driver, attempt, decision, scale or end. ``fields``: plain JSON."""
 
     sequence: int
     kind: str

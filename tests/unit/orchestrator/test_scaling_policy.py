@@ -124,11 +124,11 @@ def test_the_gain_follows_the_rounds_of_leaves(old: int, new: int, leaves: int, 
 
 
 def test_surplus_workers_are_never_members_and_starting_ones_go_first() -> None:
-    workers = [view("a", member=True, node="1"), view("b", node="1"), view("c", node="2"), view("d", ready=False)]
+    workers = [view("a", member=True, node="1"), view("d", node="1"), view("c", node="2"), view("b", ready=False)]
     assert choose_surplus(workers, 4) == ()
-    assert choose_surplus(workers, 3) == ("d",)
-    assert choose_surplus(workers, 2) == ("d", "c"), "the node without a member is the one to give back"
-    assert choose_surplus(workers, 0) == ("d", "c", "b")
+    assert choose_surplus(workers, 3) == ("b",)
+    assert choose_surplus(workers, 2) == ("b", "c"), "the node without a member is the one to give back"
+    assert choose_surplus(workers, 0) == ("b", "c", "d")
 
 
 def test_nodes_are_taken_as_they_are_needed() -> None:
