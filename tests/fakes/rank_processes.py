@@ -17,7 +17,7 @@ from typing import Any
 
 from storage.keys import Attempt, new_nonce
 from storage.sources import RestorePlan
-from workers.contract import AttemptSpec, Member, MemorySpec, World
+from workers.contract import AttemptSpec, Member, MemorySpec, SkippedWindow, World
 from workers.rendezvous import Rendezvous
 from workers.settings import WorkerSettings
 
@@ -49,6 +49,7 @@ def make_spec(
     timeout_s: float = 30.0,
     data_override: bool = False,
     memory: MemorySpec | None = None,
+    skipped: tuple[SkippedWindow, ...] = (),
 ) -> AttemptSpec:
     members = tuple(Member(rank=r, worker_id=f"w{r}", node_id=f"n{r}") for r in range(world_size))
     return AttemptSpec(
@@ -61,6 +62,7 @@ def make_spec(
         restore=restore,
         data_override=data_override,
         memory=memory,
+        skipped=skipped,
     )
 
 
@@ -129,6 +131,7 @@ class Trio:
         data_override: bool = False,
         timeout_s: float = 30.0,
         in_memory: bool = False,
+        skipped: tuple[SkippedWindow, ...] = (),
         **script: object,
     ) -> Attempt:
         """Begin an Attempt on the first ``world_size`` processes; ``script`` goes to rank 0's coordinator.
@@ -148,6 +151,7 @@ class Trio:
                 data_override=data_override,
                 timeout_s=timeout_s,
                 memory=MemorySpec(peer=peer, key=_KEY) if in_memory else None,
+                skipped=skipped,
             )
             self.processes[rank].call("start", spec, **script)
         return attempt

@@ -16,6 +16,7 @@ from workers.config import DataConfig
 from workers.data_errors import DataError
 from workers.dataset import TokenDataset
 from workers.sample_order import permute
+from workers.skipped_windows import Windows
 from workers.state import EMPTY_CHAIN
 from workers.stream import Leaf, LeafStream, chain, leaf_digest, leaves_per_rank, sample_ids, validation_leaves
 
@@ -35,13 +36,19 @@ def config_of(global_batch: int, micro_batch: int) -> DataConfig:
 
 
 def run_steps(
-    dataset: TokenDataset, config: DataConfig, world_size: int, steps: range, *, seed: int = 0
+    dataset: TokenDataset,
+    config: DataConfig,
+    world_size: int,
+    steps: range,
+    *,
+    seed: int = 0,
+    skipped: Windows = (),
 ) -> dict[int, list[Leaf]]:
     """Every rank's leaves of ``steps`` in one World: by step, in leaf order, without surplus."""
     by_step: dict[int, list[Leaf]] = {step: [] for step in steps}
     counts = set()
     for rank in range(world_size):
-        with LeafStream(dataset, config, seed, rank, world_size) as stream:
+        with LeafStream(dataset, config, seed, rank, world_size, skipped=skipped) as stream:
             stream.seek(steps.start)
             for step in steps:
                 leaves = list(stream.leaves(step))
@@ -177,6 +184,15 @@ def test_seek_can_begin_a_step_at_another_position() -> None:
         stream.seek(3, position=10)
         ids = [leaf.sample_ids.tolist() for step in (3, 4) for leaf in stream.leaves(step)]
     assert ids == [sample_ids(0, 24, 10, 2).tolist(), sample_ids(0, 24, 12, 2).tolist()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_skipped_windows_are_cut_out_of_the_stream_and_of_nothing_else(world_size: int) -> None:
+    dataset, _ = dataset_of(24)
+    config, windows = config_of(6, 2), ((3, 4), (12, 6), (30, 1))
+    skipped = {place for first, count in windows for place in range(first, first + count)}
+    expected = [row for place, row in enumerate(sample_ids(0, 24, 0, 47).tolist()) if place not in skipped]
+    assert ids_of(run_steps(dataset, config, world_size, range(1, 7), skipped=windows)) == expected
 
 
 def test_steps_out_of_turn_and_half_read_steps_are_refused_until_a_seek() -> None:
