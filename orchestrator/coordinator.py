@@ -264,6 +264,9 @@ class Coordinator:
     def _issue(self, kind: OrderKind, reason: str) -> Order:
         if self._attempt is None:
             raise CommitRefused(f"no Attempt to order a {kind.name} for")
+        if self._order is not None and self._order.kind.ends_attempt and not kind.ends_attempt:
+            # A rank that has not met the Leave yet would never hear of it. What it does on leaving is saved as well.
+            return self._order
         self._num_orders += 1
         self._order = Order(
             attempt=self._attempt,

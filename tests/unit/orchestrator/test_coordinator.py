@@ -193,6 +193,21 @@ def test_a_leave_order_rises_above_earlier_ones_and_the_time_policy_orders_a_sna
     assert order.kind is OrderKind.LEAVE
 
 
+@pytest.mark.parametrize("kind", [OrderKind.LEAVE, OrderKind.PART])
+def test_no_order_to_save_takes_the_place_of_one_to_leave(kind: OrderKind) -> None:
+    clock = Clock()
+    coordinator, _, _ = make(CheckpointConfig(every_steps=None, every_s=5.0), clock)
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    leave = coordinator.submit_leave("a node joins", kind)
+    assert coordinator.submit_snapshot("asked for") == leave
+    clock.now = 60.0  # the time policy wants a save, too
+    order = coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(1),))).order
+    assert order is not None
+    assert (order.number, order.kind) == (leave, kind)
+    coordinator.begin_attempt(SECOND, world_size=2, base_step=1)
+    assert coordinator.submit_snapshot("asked for") > leave
+
+
 def test_only_keep_checkpoints_stay_and_the_plan_names_the_newest() -> None:
     coordinator, log, store = make(CheckpointConfig(every_steps=10, keep=3))
     coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
