@@ -174,9 +174,10 @@ class Deeds:
     def _workers_by_node(self) -> dict[int, list[int]]:
         """Pids of the workers that live now, by the number of their node."""
         by_node: dict[int, list[int]] = {}
+        known = list(self._workers.values())  # a slowed node's thread looks while events are taken in
         for number, node in self._cluster.nodes.items():
             below = set(descendants(node.raylet_pid))
-            pids = [pid for node_id, pid in self._workers.values() if node_id == node.node_id]
+            pids = [pid for node_id, pid in known if node_id == node.node_id]
             alive = sorted(pid for pid in pids if pid in below and is_running(pid))
             if alive:
                 by_node[number] = alive
