@@ -162,14 +162,20 @@ class ManifestReader(StorageReader):
             targets.append((item, target))
             if 0 not in item.lengths:
                 by_rank.setdefault(self._holder(item), []).append((item, target))
-        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="shard-read") as pool:
-            planned = _results([pool.submit(self._jobs, rank, items) for rank, items in by_rank.items()])
-            _results([pool.submit(self._read, job) for jobs in planned for job in jobs])
+        planned = self._all([partial(self._jobs, rank, items) for rank, items in by_rank.items()])
+        self._all([partial(self._read, job) for jobs in planned for job in jobs])
         for item, target in targets:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _all(self, calls: list[Callable[[], T]]) -> list[T]:
+        """What each call returns, or the first error. One alone, as with a small state in memory, needs no thread."""
+        if len(calls) <= 1:
+            return [call() for call in calls]
+        with ThreadPoolExecutor(min(len(calls), self._num_threads), thread_name_prefix="shard-read") as pool:
+            return _results([pool.submit(call) for call in calls])
 
     def _holder(self, item: ReadItem) -> int:
         name = item.storage_index.fqn
