@@ -16,7 +16,7 @@ _GROUPS: Final = Path("/sys/fs/cgroup")
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), groups: Path = _GROUPS) -> int:
     """Bytes that can be had without swapping: the kernel's estimate, or what a container's limit leaves."""
     lines = (line.split() for line in meminfo.read_text().splitlines())
-    free = next(int(words[1]) << 10 for words in lines if words and words[0] == "MemAvailable:")
+    free = next(int(words[1]) << 10 for words in lines if words[:1] == ["MemAvailable:"])
     limit = _number(groups / "memory.max")  # "max" where there is none
     used = _number(groups / "memory.current")
     if limit is None or used is None:
@@ -36,6 +36,6 @@ def _reclaimable(path: Path) -> int:
     """Pages of files that nobody used lately: they count as used, but give way."""
     try:
         pairs = (line.split() for line in path.read_text().splitlines())
-        return sum(int(words[1]) for words in pairs if words[0] == "inactive_file")
+        return sum(int(words[1]) for words in pairs if words[:1] == ["inactive_file"])
     except OSError:
         return 0

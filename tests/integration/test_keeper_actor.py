@@ -28,7 +28,9 @@ from storage.keeper_protocol import BufferLease
 from storage.keys import Attempt, StepKey, shard_key
 from storage.manifest import Receipt
 from storage.open_store import open_store
+from storage.transport_client import ReplicaClient
 from tests.clusters import one_node
+from tests.fakes.memory_bench import KEY, keep, manifest_of, read_arrays
 from tests.fakes.snapshot_writer import lease_for, make_header, save
 
 FIRST = Attempt(number=1, nonce="00000001")
@@ -84,7 +86,7 @@ class Site:
         self.pids: set[int] = set()
         self._coordinator: Any = None
 
-    def keeper(self, build_digest: str = "one", ttl_s: float = 600.0) -> Any:
+    def keeper(self, build_digest: str = "one", ttl_s: float = 600.0, transport_key: bytes | None = None) -> Any:
         handle = ensure_keeper(
             node_id=self.node_id,
             run_id=self.run_id,
@@ -93,6 +95,7 @@ class Site:
             build_digest=build_digest,
             coordinator_name=self.coordinator_name,
             ttl_s=ttl_s,
+            transport_key=transport_key,
         )
         self.pids.add(self.pid(handle))
         return handle
@@ -235,6 +238,31 @@ def test_a_keeper_that_nobody_renews_ends_and_removes_its_directory(site: Site) 
     assert site.directory.exists()
     wait_for_end(pid)
     assert not site.directory.exists()
+
+
+def test_snapshots_in_memory_serve_the_next_driver_with_its_key(site: Site) -> None:
+    handle = site.keeper(transport_key=bytes(32))
+    keeper = KeeperClient(handle)
+    waits = [handle.wait_replicated.remote(FIRST, rank, 4, LIMIT_S) for rank in range(20)]
+    for rank in range(20):
+        keep(keeper, ARRAYS, step=4, rank=rank, world_size=20, run_id=site.run_id)
+    assert {progress.replicated_step for progress in ray.get(waits, timeout=LIMIT_S)} == {4}
+    assert keeper.wait_replicated(FIRST, 0, 4, LIMIT_S).sealed_step == 4
+    assert site.pid(site.keeper(transport_key=KEY)) == site.pid(handle)
+    report = ray.get(handle.memory_report.remote(), timeout=LIMIT_S)
+    receipts = ray.get(handle.generation_receipts.remote(FIRST, 4), timeout=LIMIT_S)
+    assert sorted(facts.rank for facts in report.generations) == list(range(20))
+    assert manifest_of(*receipts).tensors["weight"].shape == (1280, 64)
+    assert report.address == ray.get(handle.greet.remote(), timeout=LIMIT_S).address
+    (facts,) = [facts for facts in report.generations if facts.rank == 7]
+    with pytest.raises(StorageError, match="key"):
+        ReplicaClient(report.address, bytes(32), site.run_id, deadline_s=LIMIT_S).fetch(FIRST, 4, 7, 0, 1)
+    client = ReplicaClient(report.address, KEY, site.run_id, deadline_s=LIMIT_S)
+    content = bytes(client.fetch(FIRST, 4, 7, 0, facts.num_bytes))
+    client.close()
+    (receipt,) = [receipt for receipt in receipts if receipt.shard.rank == 7]
+    np.testing.assert_array_equal(read_arrays(content, receipt)["weight"], ARRAYS["weight"])
+    assert ray.get(handle.renew.remote(600.0), timeout=LIMIT_S).generation_bytes > 20 * ARRAYS["weight"].nbytes
 
 
 def test_its_threads_are_held_to_one(site: Site) -> None:

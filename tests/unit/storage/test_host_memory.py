@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storage.host_memory import available_bytes
+
+MEMINFO = "MemTotal:       32000 kB\nMemFree:         1000 kB\nMemAvailable:   20000 kB\n"
+FREE = 20000 << 10
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "stat", "expected"),
+    [
+        (None, None, None, FREE),
+        ("max", "5000", "inactive_file 100", FREE),
+        ("1000000", "400000", "anon 7\ninactive_file 100000\n", 700000),
+        ("1000000", "400000", None, 600000),
+        ("1000000", "2000000", "inactive_file 0", 0),
+        (str(1 << 40), "0", "inactive_file 0", FREE),
+    ],
+)
+def test_what_the_machine_has_left_within_the_containers_limit(
+    tmp_path: Path, limit: str | None, used: str | None, stat: str | None, expected: int
+) -> None:
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    for name, content in (("memory.max", limit), ("memory.current", used), ("memory.stat", stat)):
+        if content is not None:
+            (tmp_path / name).write_text(content + "\n")
+    assert available_bytes(tmp_path / "meminfo", tmp_path) == expected
+
+
+def test_this_machine_says_how_much_it_has() -> None:
+    assert available_bytes() > 0
