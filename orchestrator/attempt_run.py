@@ -21,6 +21,7 @@ from orchestrator.failure_policy import AttemptFacts, Fault, classify
 from orchestrator.fencing import Reckoning, reckon
 from orchestrator.heartbeats import Hang
 from orchestrator.recorder import Recorder
+from orchestrator.regroup_phases import phase_fields
 from orchestrator.restored import restored_fields
 from orchestrator.sizing import Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
@@ -115,7 +116,7 @@ class AttemptRun:
         self._outcomes: dict[str, Outcome] = {}
         self._signs = VitalSigns(world, group, config.failure)
         self._hangs: tuple[Hang, ...] = ()
-        self._is_formed = self._has_stepped = False
+        self._is_formed = self._has_stepped = self._has_told_phases = False
         self._awaits_restore = self._awaits_data = False
         self._leave: Leave | None = None
         self._leave_kind = OrderKind.LEAVE
@@ -205,6 +206,8 @@ class AttemptRun:
         if not self._has_stepped and self._recorder.steps_this_attempt > 0:
             self._has_stepped = True
             self._group.put_off_starts(0.0)
+        if not self._has_told_phases:
+            self._note_phases()
         self._hangs = self._signs.hangs(self._outcomes)
 
     def _interval_s(self) -> float:
@@ -219,6 +222,13 @@ class AttemptRun:
         if len(restores) == self._world.size:
             self._awaits_restore = False
             self._recorder.emit("restored", attempt=attempt, step=restores[0].step, **restored_fields(restores))
+
+    def _note_phases(self) -> None:
+        """Say once, when every rank has told it, what the time up to the first step went into."""
+        phases = phase_fields(self._signs.beats().values(), self._world.attempt)
+        if phases is not None:
+            self._has_told_phases = True
+            self._recorder.emit("regroup_phases", attempt=self._world.attempt, **phases)
 
     def _note_data(self) -> None:
         """Say when ranks begin to wait for the training data; when they are done with it the next step tells."""

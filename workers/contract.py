@@ -279,20 +279,23 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What one rank read of the Checkpoint that its Attempt began with. ``bound`` None: every tensor is exact."""
+    """What one rank read of the Checkpoint that its Attempt began with, and how long that took. ``bound`` None: every
+    tensor is exact."""
 
     attempt: Attempt
     step: int
     bytes_by_tier: Mapping[Tier, int]
     bound: float | None
     reseeded: bool
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """``age_s`` is the time since the training thread last made progress, on the worker's monotonic clock.
 
-    ``restored``: set once the state is loaded, where it came from a Checkpoint.
+    ``restored``: set once the state is loaded, where it came from a Checkpoint. ``spent_s``: length of the
+    phases that the Attempt has left.
     """
 
     worker_id: str
@@ -301,6 +304,7 @@ class Heartbeat:
     step: int
     age_s: float
     restored: Restored | None = None
+    spent_s: Mapping[Phase, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

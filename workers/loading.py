@@ -6,6 +6,7 @@ and checking a Checkpoint is `resume`'s work.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ def load_state(
         return state
     # A step in memory is there while the store is away, and is not to wait for its first connection.
     is_in_memory = spec.restore.memory is not None
+    began = time.monotonic()
     report = restore(
         state,
         spec.restore,
@@ -102,6 +104,7 @@ def load_state(
             bytes_by_tier=dict(report.bytes_by_tier),
             bound=report.bound,
             reseeded=report.reseeded,
+            load_s=time.monotonic() - began,
         )
     )
     return state

@@ -138,6 +138,7 @@ class WorkerProcess:
             step=reading.step,
             age_s=reading.age_s,
             restored=reading.restored,
+            spent_s=reading.spent_s,
         )
 
     def abandon(self, attempt: Attempt, timeout_s: float) -> AbandonReport:

@@ -35,3 +35,16 @@ def test_a_phase_for_a_while_gives_way_to_the_one_before_even_after_an_error() -
     with pytest.raises(ValueError, match="inside"), pulse.during(Phase.CHECKPOINTING):
         raise ValueError("inside")
     assert pulse.read().phase is Phase.TRAINING
+
+
+def test_the_length_of_each_phase_is_told_from_forming_on() -> None:
+    clock = Clock()
+    pulse = Pulse(clock=clock)
+    for _ in range(2):
+        for phase, length_s in ((Phase.FORMING, 1), (Phase.LOADING, 4), (Phase.COMPILING, 2), (Phase.TRAINING, 8)):
+            pulse.beat(phase)
+            clock.now += length_s / 2
+            pulse.beat(step=1)
+            clock.now += length_s / 2
+        assert pulse.read().spent_s == {Phase.FORMING: 1, Phase.LOADING: 4, Phase.COMPILING: 2}
+        pulse.beat(Phase.IDLE)
