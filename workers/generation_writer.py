@@ -1,4 +1,4 @@
-"""One rank's side threads of the memory Tier: they lease ahead, copy, seal, and wait for replicas.
+"""One rank's side thread of the memory Tier: it leases ahead, copies and seals.
 
 The training thread makes no call of a Keeper for a generation: it hands a Ticket over and, at most, waits for the copy.
 What finds no buffer in time is left out, counted and said once. Which steps are taken is decided elsewhere.
@@ -19,6 +19,7 @@ from typing import Final
 from storage.errors import KeeperUnreachable, StorageError
 from storage.keeper_protocol import BufferLease, LeaseRequest, MemoryPort, TransportAddress
 from workers.memory_ticket import Ticket
+from workers.replica_watch import ReplicaWatch
 from workers.staging import Stager
 
 __all__ = ["GenerationWriter"]
@@ -28,8 +29,6 @@ _log = logging.getLogger(__name__)
 _POLL_S: Final = 0.01  # between the first two questions for a buffer; the pause doubles
 _LONGEST_POLL_S: Final = 0.5
 _CHECK_S: Final = 0.2
-_AWAY_S: Final = 0.5  # between two questions for a replica that cannot be made
-_WATCH_S: Final = 2.0  # one question for a replica
 _REMEMBERED: Final = 32
 
 
@@ -48,21 +47,17 @@ class GenerationWriter:
         self._lost: deque[str] = deque(maxlen=_REMEMBERED)  # leases whose seal failed
         self._safe_step = -1
         self._given_up: tuple[int, ...] = ()
-        self._unproven: deque[LeaseRequest] = deque(maxlen=3)  # sealed, replica not seen yet, oldest first
-        self._replicated: deque[int] = deque(maxlen=_REMEMBERED)
+        self._replicas = ReplicaWatch(keeper, name)
         self._left_out: deque[int] = deque(maxlen=_REMEMBERED)
         self._num_left_out = 0
         self._is_closing = self._is_warm = False
         self._trouble: str | None = None
         self._said = ""
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=f"{name}-{verb}", daemon=True)
-            for verb, work in (("memory", self._write), ("replicas", self._watch))
-        ]
+        self._thread = threading.Thread(target=self._run, name=f"{name}-memory", daemon=True)
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
+        self._replicas.start()
 
     @property
     def num_left_out(self) -> int:
@@ -86,7 +81,7 @@ class GenerationWriter:
                 left_s = max(0.0, ticket.until - time.monotonic())
                 self._changed.wait_for(lambda: self._ticket is None or self._trouble, min(_CHECK_S, left_s))
             if self._trouble is not None:
-                raise RuntimeError(f"{self._name}: a side thread of the memory Tier broke: {self._trouble}")
+                raise RuntimeError(f"{self._name}: its side thread of the memory Tier broke: {self._trouble}")
             if self._ticket is not None or self._is_closing:
                 return False
             self._ticket = ticket
@@ -100,8 +95,7 @@ class GenerationWriter:
 
     def is_replicated(self, step: int) -> bool:
         """Whether this rank's generation of ``step`` is known to have its replica."""
-        with self._changed:
-            return step in self._replicated
+        return self._replicas.is_replicated(step)
 
     def is_left_out(self, step: int) -> bool:
         """Whether this rank has no generation of ``step`` and will not get one."""
@@ -114,6 +108,7 @@ class GenerationWriter:
             self._is_closing = True
             ticket = self._ticket
             self._changed.notify_all()
+        self._replicas.close()
         if ticket is None or ticket.take_back():
             return True
         until = time.monotonic() + timeout_s
@@ -121,26 +116,16 @@ class GenerationWriter:
             ticket.is_over_within(0.01)
         return not ticket.is_wanted
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end, after `close`. False: one is still in a call of its Keeper's."""
-        until = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run(self) -> None:
         try:
-            work()
+            self._write()
         except Exception as error:  # noqa: BLE001  the thread's outermost edge: the training thread raises it
-            _log.exception("%s: a side thread of the memory Tier broke", self._name)
+            _log.exception("%s: the side thread of the memory Tier broke", self._name)
             with self._changed:
                 self._trouble = f"{type(error).__name__}: {error}"
                 ticket, self._ticket = self._ticket, None
             if ticket is not None:
                 ticket.end(is_sealed=False)
-
-    # The thread that writes
 
     def _write(self) -> None:
         while (ticket := self._next_ticket()) is not None:
@@ -251,13 +236,13 @@ class GenerationWriter:
             self._lost.append(lease.lease_id)
             raise
         with self._changed:
-            if is_kept:
-                self._unproven.append(ticket.request)
-            else:
+            if not is_kept:
                 self._note_left_out(ticket.step)
             self._next = replace(ticket.request, step=ticket.step + 1, is_generation=True)
             self._said = ""
             self._changed.notify_all()
+        if is_kept:
+            self._replicas.add(ticket.request)
         ticket.end(is_sealed=True)
 
     def _leave_out(self, ticket: Ticket, reason: str, error: StorageError | None = None) -> None:
@@ -286,26 +271,3 @@ class GenerationWriter:
                 self._keeper.release([stock.lease_id])
             except StorageError as error:  # the Keeper takes it back when a newer Attempt leases
                 _log.info("%s: a buffer was not given back: %s", self._name, error)
-
-    # The thread that waits for replicas
-
-    def _watch(self) -> None:
-        while (request := self._next_unproven()) is not None:
-            proven = -1
-            try:
-                progress = self._keeper.wait_replicated(request.attempt, request.rank, request.step, _WATCH_S)
-                proven = progress.replicated_step
-            except StorageError as error:
-                self._say(f"nothing is known of its replica: {error}", step=request.step)
-            with self._changed:
-                if proven >= request.step and request in self._unproven:
-                    self._unproven.remove(request)
-                if proven == request.step:  # of one that was overtaken it is not known
-                    self._replicated.append(proven)
-                elif proven < request.step:
-                    self._changed.wait_for(lambda: self._is_closing, _AWAY_S)
-
-    def _next_unproven(self) -> LeaseRequest | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or self._unproven)
-            return None if self._is_closing else self._unproven[0]

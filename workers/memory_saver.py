@@ -45,8 +45,10 @@ class MemorySaver:
         spec: AttemptSpec,
         stager: Stager,
         check: Callable[[], None],
+        grace_s: float = _GRACE_S,
     ) -> None:
         self._state, self._spec, self._stager, self._check = state, spec, stager, check
+        self._grace_s = grace_s
         self._first_step = state.progress.step + 1
         self._cadence = MemoryCadence(
             settings.checkpoint.memory,
@@ -145,7 +147,7 @@ class MemorySaver:
         if ticket is None:
             return
         is_first = ticket.step == self._first_step
-        if ticket.take_back(_FIRST_S if is_first else _GRACE_S):
+        if ticket.take_back(_FIRST_S if is_first else self._grace_s):
             return
         ticket.wait_copied(self._check)
         self._stall_s = ticket.stall_s

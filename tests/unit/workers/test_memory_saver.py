@@ -46,7 +46,9 @@ class Bench:
         memory = MemorySpec(peer=None, key=bytes(32))
         spec = replace(make_spec(ATTEMPT, 0, 1, 1), memory=memory)
         settings = make_settings("nowhere", total_steps=100, memory_every=1)
-        self.saver = MemorySaver(self.state, memory, settings=settings, spec=spec, stager=self.stager, check=nothing)
+        self.saver = MemorySaver(
+            self.state, memory, settings=settings, spec=spec, stager=self.stager, check=nothing, grace_s=20.0
+        )
 
     @property
     def living(self) -> TrainingState:
