@@ -80,7 +80,12 @@ class FailureConfig(_Settings):
     slow_ratio: float = Field(1.5, gt=1, description="from how many times the others' computing time on a node is slow")
     slow_node_rest_s: float = Field(3600.0, gt=0, description="how long a node that was excluded is not used")
     group_timeout_s: float = Field(120.0, gt=0, description="collective time-out for vanished peers")
-    settle_s: float = Field(2.0, gt=0, description="how long all members are asked after the first error")
+    settle_s: float = Field(
+        1.0,
+        gt=0,
+        description="how long a node may take to answer after a fault before it counts as lost; its agent answers within "
+        "milliseconds, and a machine whose connections have ended is not waited for",
+    )
     poll_s: float = Field(0.25, gt=0)
     starting_s: float = Field(300.0, gt=0, description="limit: start of a worker process and its imports")
     forming_s: float = Field(60.0, gt=0)

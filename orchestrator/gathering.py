@@ -13,6 +13,7 @@ from orchestrator.block_list import BlockList, NodeFailure
 from orchestrator.config import RunConfig
 from orchestrator.decisions import Stop, Wait
 from orchestrator.exit_codes import ExitCode
+from orchestrator.lost_nodes import LostNodes
 from orchestrator.node_watcher import NodeView, NodeWatcher
 from orchestrator.recorder import Recorder
 from orchestrator.scaling_policy import (
@@ -56,7 +57,7 @@ class Gathering:
         self._recorder = recorder
         self._take_signals = take_signals
         self._asked_to_stop = asked_to_stop
-        self._dead_nodes: set[str] = set()
+        self._lost = LostNodes()
 
     def members(self, *, wait_for_more: bool, is_unsaved: bool = False) -> tuple[WorkerView, ...] | Stop:
         """Ready workers for a World; waits below the minimum, at the first start also a grace for the maximum.
@@ -98,8 +99,10 @@ class Gathering:
         """Bring the books up to date: signals, dead nodes, new nodes, workers that became ready or failed to start."""
         self._take_signals()
         living = self._watcher.view().living()
+        for node_id in self._lost.take_back(time.monotonic(), living):
+            _log.warning("node %s was taken for lost, yet Ray still lists it: it may be used again", node_id[:12])
         for node_id in self._group.known_nodes():
-            if node_id not in living or node_id in self._dead_nodes:
+            if node_id not in living or node_id in self._lost.away:
                 self._group.forget_node(node_id)
         self._take_nodes(living)
         before = {view.worker_id for view in self._group.views(frozenset()) if view.is_ready}
@@ -126,7 +129,7 @@ class Gathering:
     def _take_nodes(self, living: Mapping[str, NodeView]) -> None:
         """Take as many nodes into use as the workers that are wanted need."""
         missing = self._sizing.num_workers - self._group.capacity(self._unusable())
-        unusable = self._unusable() | self._dead_nodes
+        unusable = self._unusable() | self._lost.away
         fits = [
             (node_id, self._group.room(node_id, workers_that_fit(node.resources, self._config.world)))
             for node_id, node in living.items()
@@ -139,7 +142,7 @@ class Gathering:
     def note_failures(self, failures: Iterable[tuple[str, NodeFailure]]) -> None:
         """Workers failed on these nodes; one on which they do so again and again is not used any more."""
         now = time.monotonic()
-        living, unusable = self._watcher.view().living(), self._unusable() | self._dead_nodes
+        living, unusable = self._watcher.view().living(), self._unusable() | self._lost.away
         for node_id, kind in failures:
             if node_id in living and node_id not in unusable:
                 self._block_list.note(node_id, now, kind)
@@ -165,11 +168,11 @@ class Gathering:
 
     def living(self) -> frozenset[str]:
         """Nodes that Ray lists as alive and nobody has found dead."""
-        return frozenset(self._watcher.view().living()) - self._dead_nodes
+        return frozenset(self._watcher.view().living()) - self._lost.away
 
     def lose_node(self, node_id: str) -> None:
-        """Never use ``node_id`` again, whatever Ray's list says of it."""
-        self._dead_nodes.add(node_id)
+        """Do not use ``node_id`` for a while, whatever Ray's list says of it."""
+        self._lost.lose(node_id, time.monotonic())
         self._group.forget_node(node_id)
 
     def _refused_to_start(self) -> Stop | None:
