@@ -196,7 +196,7 @@ class Deeds:
                 self._stopped.add(pid)
                 signal_pid(pid, signal.SIGSTOP, what=what)
             case ChaosVerb.OOM_WORKER:
-                detail += f": no more than {starve(pid)} bytes of address space"
+                detail += f": no more than {starve(pid)} bytes of memory"
             case _:
                 try:
                     strike(chaos_directory(node), pid)

@@ -24,7 +24,9 @@ COORDINATOR_TITLE: Final = "ray::CoordinatorShell"
 _HALF_PERIOD_S: Final = 0.02
 _REFRESH_PERIODS: Final = 25  # looking for processes reads all of /proc
 _JOIN_S: Final = 5.0
-_VM_SIZE = re.compile(r"^VmSize:\s+(\d+) kB$", re.MULTILINE)
+# What is mapped at all, and of that what is its own and writable: an allocator may still have addresses in reserve.
+_LIMITS: Final = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
+_USED = re.compile(r"^(Vm\w+):\s+(\d+) kB$", re.MULTILINE)
 
 
 def pids_titled(below: int, title: str) -> list[int]:
@@ -48,22 +50,22 @@ def signal_pid(pid: int, number: signal.Signals, *, what: str) -> None:
 
 
 def starve(pid: int) -> int:
-    """Leave ``pid`` no address space beyond what it has now; returns that, in bytes.
+    """Leave ``pid`` no memory beyond what it has now; returns its writable part, in bytes.
 
     The next memory that any thread of it asks the kernel for is refused, as on a machine without any left.
     """
     try:
-        found = _VM_SIZE.search(Path(f"/proc/{pid}/status").read_text())
-        if found is None:
+        used = {name: int(kib) * 1024 for name, kib in _USED.findall(Path(f"/proc/{pid}/status").read_text())}
+        if not _LIMITS.keys() <= used.keys():
             raise SupervisorError(f"process {pid} has no memory any more")
-        size_bytes = int(found[1]) * 1024
-        _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
-        resource.prlimit(pid, resource.RLIMIT_AS, (size_bytes, hard))
+        for name, limit in _LIMITS.items():
+            _, hard = resource.prlimit(pid, limit)
+            resource.prlimit(pid, limit, (used[name], hard))
     except (FileNotFoundError, ProcessLookupError) as error:
         raise SupervisorError(f"process {pid} ended by itself just before") from error
     except PermissionError as error:
         raise SupervisorError(f"the memory of process {pid} cannot be limited: {error}") from error
-    return size_bytes
+    return used["VmData"]
 
 
 class SlowedNode:

@@ -265,7 +265,7 @@ def test_a_starved_worker_lives_but_gets_no_more_memory(tmp_path: Path, sleeper:
     stage.on_step = lambda _step: stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid)
     assert stage.supervisor.run() == 0
     assert stage.chaos() == [("oom-worker", "node1", 2, 2)]
-    limit, _ = resource.prlimit(sleeper.pid, resource.RLIMIT_AS)
+    limit, _ = resource.prlimit(sleeper.pid, resource.RLIMIT_DATA)
     assert 0 < limit < 1 << 40
     assert is_running(sleeper.pid)
 
