@@ -83,7 +83,7 @@ class FailureConfig(_Settings):
     settle_s: float = Field(
         1.0,
         gt=0,
-        description="how long a node may take to answer after a fault before it counts as lost; its agent answers within "
+        description="how long a node may take to answer after a fault before it counts as lost; its agent answers in "
         "milliseconds, and a machine whose connections have ended is not waited for",
     )
     poll_s: float = Field(0.25, gt=0)
