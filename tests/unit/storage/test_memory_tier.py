@@ -246,7 +246,10 @@ def test_a_buffer_that_grew_is_not_leased_to_who_has_mapped_it_shorter(bench: Me
     digest = fill(mapped.open(lease.path, num_bytes), header, many)
     keeper.seal(replace(sealed(header, lease, digest), keep=True, ship=False))
     assert keeper.wait_replicated(FIRST, 0, 1, WAIT_S).replicated_step == 1
-    assert keep(keeper, arrays(1, rows=1), step=2, safe_step=2) is not None
+    assert keep(keeper, arrays(1, rows=1), step=2) is not None
+    small = ask(keeper, 1000, step=3, safe_step=2)
+    assert small is not None
+    keeper.release([small.lease_id])
     bigger, num_bytes = make_header(arrays(1, rows=num_bytes // 4096 + 160), attempt=FIRST, step=3)
     shipped = lease_for(keeper, bigger, num_bytes)
     assert shipped is not None
