@@ -23,7 +23,7 @@ from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
 from orchestrator.keepers import KeeperCrew
 from orchestrator.memory_setup import MemorySetup
-from orchestrator.memory_survey import KeeperSurvey
+from orchestrator.memory_survey import KeeperSurvey, adopt_keepers
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.plan_chooser import PlanChooser
 from orchestrator.recorder import Recorder
@@ -129,6 +129,7 @@ class Controller:
             store=self._store,
             recorder=recorder,
             survey=KeeperSurvey(crew.handles),
+            adopt=lambda nodes: adopt_keepers(crew.start, nodes - crew.handles().keys()),
             memory_key=crew.transport_key,
             living=self._gathering.living,
             draining=self._gathering.draining,

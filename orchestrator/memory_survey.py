@@ -6,22 +6,25 @@ What is made of the answers is storage.memory_plan's and plan_chooser's business
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
 
+from storage.errors import StorageError
 from storage.keeper_protocol import MemoryReport
 from storage.keys import StepKey
 from storage.manifest import Receipt
 
-__all__ = ["Answers", "KeeperSurvey", "MemorySurvey"]
+__all__ = ["Answers", "KeeperSurvey", "MemorySurvey", "adopt_keepers"]
 
 _log = logging.getLogger(__name__)
 REPORT_S = 3.0  # a Keeper waits itself for what it is just indexing
 RECEIPTS_S = 2.0
+ADOPT_S = 5.0
 _HURRY_S = 0.25  # once what was hoped for is there, others are waited for no longer
 
 
@@ -73,6 +76,23 @@ class KeeperSurvey:
         while calls and time.monotonic() < until:
             found.update(_taken(calls, until - time.monotonic()))
         return found
+
+
+def adopt_keepers(start: Callable[[str], Any], nodes: Iterable[str], timeout_s: float = ADOPT_S) -> None:
+    """Make the Keepers of ``nodes``, which another driver left, listen to this one; who takes longer is left out."""
+
+    def adopt(node: str) -> None:
+        try:
+            start(node)
+        except (StorageError, ray.exceptions.RayError) as error:
+            _log.info("node %s: what its Keeper holds cannot be asked: %s", node[:12], error)
+
+    threads = [threading.Thread(target=adopt, args=(node,), name="keeper-adoption", daemon=True) for node in nodes]
+    until = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _taken(calls: dict[Any, str], timeout_s: float) -> list[tuple[str, Any]]:

@@ -66,7 +66,10 @@ class StoreAsker(Protocol):
 
 
 class PlanChooser:
-    """One per driver. ``durable_step``: of the newest usable Commit, 0 without one, None where that is not known."""
+    """One per driver. ``durable_step``: of the newest usable Commit, 0 without one, None where that is not known.
+
+    ``adopt``: makes the Keepers of these nodes, which the driver before this one left, answer to this one.
+    """
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class PlanChooser:
         store: StoreAsker,
         recorder: Recorder,
         survey: MemorySurvey,
+        adopt: Callable[[frozenset[str]], None],
         living: Callable[[], frozenset[str]],
         draining: Callable[[], frozenset[str]],
         resume: Resume,
@@ -94,6 +98,7 @@ class PlanChooser:
         self._store = store
         self._recorder = recorder
         self._survey = survey
+        self._adopt = adopt
         self._living, self._draining = living, draining
         self._resume = resume
         self._memory_key = memory_key
@@ -149,6 +154,8 @@ class PlanChooser:
         self, attempt: Attempt, before: AttemptEnd | None, member_nodes: Sequence[str]
     ) -> RestorePlan | NoGeneration:
         """The newest generation that is whole and whose Receipts say so."""
+        if before is None:
+            self._adopt(self._nodes_of_last_world() & self._living())
         for _ in range(_MOST_TRIES):
             chosen = self._look(before)
             if isinstance(chosen, NoGeneration):
@@ -207,6 +214,11 @@ class PlanChooser:
     def _is_untried(self, expected: int) -> bool:
         """Whether waiting for ``expected`` can help: not once it was found wanting."""
         return not any(key.step == expected for key in self._distrusted)
+
+    def _nodes_of_last_world(self) -> frozenset[str]:
+        """Their Keepers may hold what this driver goes on from, also where it uses other nodes."""
+        worlds = [entry.fields.get("world") or () for entry in self._entries if entry.kind == "attempt"]
+        return frozenset(str(node_id) for _, node_id in worlds[-1]) if worlds else frozenset()
 
     def _lineage(self) -> dict[Attempt, int]:
         """The step that each Attempt went on from, as the Journal has it.

@@ -64,6 +64,7 @@ class Scene:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.entries: list[JournalEntry] = []
         self.spoilt: set[int] = set()
+        self.adopted: list[frozenset[str]] = []
         self.is_away = False
         self.recorder = Recorder(self, start_unix_s=0.0)
         memory = MemoryConfig(mode=mode)
@@ -75,7 +76,7 @@ class Scene:
         )
         self.chooser = PlanChooser(
             config=config, nonce=NONCE, entries=self.entries, coordinator=self, store=self, recorder=self.recorder,
-            survey=self, living=lambda: frozenset(self.held), draining=lambda: self.leaving,
+            survey=self, adopt=self.adopted.append, living=lambda: frozenset(self.held), draining=lambda: self.leaving,
             resume=resume or Resume(), memory_key=bytes(32), durable_step=durable, monotonic=lambda: self.now,
             sleep=self._sleep,
         )  # fmt: skip
@@ -86,7 +87,8 @@ class Scene:
 
     def begin(self, number: int, base_step: int, nonce: str = NONCE) -> None:
         """Attempt ``number`` stands in the Journal and starts."""
-        fields = {"number": number, "nonce": nonce, "restored_step": base_step}
+        world = [["w1", "a"], ["w2", "gone"]]
+        fields = {"number": number, "nonce": nonce, "restored_step": base_step, "world": world}
         self.entries.append(JournalEntry(sequence=len(self.entries), kind="attempt", time_utc="", fields=fields))
         if nonce == NONCE:
             self.recorder.attempt_started(attempt(number), 1, restored_step=base_step)
@@ -339,7 +341,11 @@ def adopted(**more: Any) -> Scene:
 
 
 def test_a_new_driver_goes_on_from_what_the_keepers_of_the_last_one_hold() -> None:
-    assert adopted().chosen_step(None) == (41, "memory")
+    scene = adopted()
+    assert scene.chosen_step(None) == (41, "memory")
+    assert scene.adopted == [frozenset({"a"})]
+    assert scene.chosen_step(broken()) == (41, "memory")
+    assert len(scene.adopted) == 1
 
 
 def test_a_new_driver_on_empty_keepers_reads_the_checkpoint_without_a_word() -> None:
