@@ -12,6 +12,7 @@ from enum import Enum, auto
 from storage.keeper_protocol import SealedSnapshot
 from storage.keys import Attempt
 from storage.manifest import Receipt
+from storage.object_store import GrowingObject
 from storage.retry_tally import RetryTally
 from storage.shipping import MemorySink
 
@@ -32,6 +33,7 @@ class Shipment:
     """One Snapshot on its way to the store. ``snapshot`` None: its Shard was found in the spool.
 
     ``in_memory``: the spool had no room, or there is none; its buffer and ``content`` are held until it is durable.
+    ``growing``: what of it went to the store while it was encoded.
     """
 
     attempt: Attempt
@@ -40,12 +42,19 @@ class Shipment:
     snapshot: SealedSnapshot | None
     receipt: Receipt | None = None
     content: MemorySink | None = None
+    growing: GrowingObject | None = None
     in_memory: bool = False
     stage: Stage = Stage.SEALED
     num_failures: int = 0
     retries: RetryTally = field(default_factory=RetryTally)
     last_reason: str = ""
     retry_at_s: float = 0.0
+
+    @classmethod
+    def of_spooled(cls, receipt: Receipt) -> Shipment:
+        """One whose Shard was found in the spool."""
+        attempt, rank = receipt.attempt.value(), receipt.shard.rank
+        return cls(attempt=attempt, step=receipt.step, rank=rank, snapshot=None, receipt=receipt, stage=Stage.READY)
 
     @property
     def lane(self) -> tuple[int, int]:
@@ -63,6 +72,12 @@ class Shipment:
     @property
     def where(self) -> str:
         return f"attempt {self.attempt.label} step {self.step} rank {self.rank}"
+
+    def stop_growing(self) -> None:
+        """Nothing of it goes to the store any more, but by a put that has begun."""
+        if self.growing is not None:
+            self.growing.abandon()
+        self.growing = None
 
 
 class Lanes:
@@ -121,6 +136,10 @@ class Lanes:
     def next_try_s(self) -> float | None:
         """When the first delayed Shipment is due."""
         return min((shipment.retry_at_s for shipment in self if shipment.is_delayed), default=None)
+
+    def is_first(self, shipment: Shipment) -> bool:
+        """Whether nothing of its lane has to be durable before it."""
+        return self._lanes.get(shipment.lane, [shipment])[0] is shipment
 
     def overtaking(self, shipment: Shipment) -> Shipment | None:
         """The newest of its lane, when that is another and newer one."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["ObjectEntry", "ObjectStore", "ResumesPuts"]
+__all__ = ["GrowingObject", "GrowsObjects", "ObjectEntry", "ObjectStore", "ResumesPuts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,4 +73,29 @@ class ResumesPuts(Protocol):
 
     def give_up(self, key: str, *, deadline_s: float = 10.0) -> None:
         """Nobody will try the put of ``key`` again: remove its parts. Never raises; what stays is logged."""
+        ...
+
+
+class GrowingObject(Protocol):
+    """One object that is sent while it is made. It spares the put work and proves nothing: what it could not send, the
+    put of the whole sends. Nobody sees the object before that put."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """The next bytes. Never waits and never raises; ``data`` may be changed afterwards."""
+        ...
+
+    def abandon(self) -> None:
+        """No put will follow: stop, and remove what was stored. Never waits, never raises. Nothing once a put began."""
+        ...
+
+
+@runtime_checkable
+class GrowsObjects(Protocol):
+    """A store that can send parts of an object before the whole is known."""
+
+    def grow(self, key: str, most_bytes: int, *, deadline_s: float = 60.0) -> GrowingObject | None:
+        """An object that will have at most ``most_bytes`` and be put as ``key`` once it is whole, or be abandoned.
+
+        None where it is not worth it, or not known yet how it would be cut.
+        """
         ...

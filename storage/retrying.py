@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from storage.errors import ObjectExists, StorageError, StoreRefused, StoreUnavailable
-from storage.object_store import ObjectEntry, ObjectStore, ResumesPuts
+from storage.object_store import GrowingObject, GrowsObjects, ObjectEntry, ObjectStore, ResumesPuts
 from storage.retry_tally import count_retry
 
 __all__ = ["RetryingStore", "backoff_s"]
@@ -85,6 +85,12 @@ class RetryingStore:
             if is_final and isinstance(self._inner, ResumesPuts):
                 self._inner.give_up(key)
             raise
+
+    def grow(self, key: str, most_bytes: int, *, deadline_s: float | None = None) -> GrowingObject | None:
+        """Not tried again: what it cannot send, the put does."""
+        if not isinstance(self._inner, GrowsObjects):
+            return None
+        return self._inner.grow(key, most_bytes, deadline_s=self._deadline_s if deadline_s is None else deadline_s)
 
     def create(self, key: str, data: bytes, *, deadline_s: float | None = None) -> None:
         tries = 0

@@ -13,13 +13,23 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from storage.retrying import backoff_s
 from storage.s3_body import WatchedBody, send_watched
 from storage.store_failures import error_code, http_status, is_stale_credential, is_unsupported
 
-__all__ = ["MultipartPut", "PartRules", "Upload", "list_uploads", "part_bytes", "stored_size"]
+__all__ = [
+    "MultipartPut",
+    "PartRules",
+    "SentParts",
+    "Upload",
+    "begin_upload",
+    "list_uploads",
+    "part_bytes",
+    "send_part",
+    "stored_size",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -59,17 +69,42 @@ class PartRules:
     rng: random.Random = field(default_factory=random.Random)
 
 
+class SentParts(Protocol):
+    """Parts of the very bytes of a put that this process began to send before the put. Used in the loop's thread."""
+
+    async def begun(self) -> Upload | None:
+        """The upload that they are in; None where it could not be begun. Never raises."""
+        ...
+
+    async def arrival(self, number: int) -> str | None:
+        """The ETag of a part once it is stored; None when it was not sent, or in vain."""
+        ...
+
+    async def stop(self) -> None:
+        """Return once none of them is on its way any more."""
+        ...
+
+
 class MultipartPut:
-    """The put of ``view`` to ``place`` (Bucket and Key). ``known``: what an earlier try of this process left."""
+    """The put of ``view`` to ``place`` (Bucket and Key). ``known``: what an earlier try of this process left.
+
+    ``sent``: parts that need be neither sent nor checked again; the put goes on in their upload.
+    """
 
     def __init__(
-        self, call: S3Call, place: Mapping[str, str], view: memoryview, rules: PartRules, known: Upload | None = None
+        self,
+        call: S3Call,
+        place: Mapping[str, str],
+        view: memoryview,
+        rules: PartRules,
+        known: Upload | None = None,
+        sent: SentParts | None = None,
     ) -> None:
         self._call = call
         self._place = dict(place)
         self._view = view
         self._rules = rules
-        self._known = known
+        self._known, self._sent = known, sent
         self._size = part_bytes(len(view))
         self._num_parts = -(-len(view) // self._size)
         self.upload: Upload | None = known
@@ -78,7 +113,9 @@ class MultipartPut:
         """Return once the whole object is stored under its key; on any failure `upload` tells what stays behind."""
         if self._known is not None and self._known.is_complete_sent and await self._is_stored(self._known):
             return
-        self.upload = await self._unfinished() or await self._begin()
+        self.upload = None if self._sent is None else await self._sent.begun()
+        if self.upload is None:
+            self.upload = await self._unfinished() or await begin_upload(self._call, self._place)
         try:
             await self._send_missing(self.upload)
             await self._complete(self.upload)
@@ -97,10 +134,6 @@ class MultipartPut:
                 await self._call("abort_multipart_upload", **self._place, UploadId=upload.upload_id)
             except FileNotFoundError:
                 return
-
-    async def _begin(self) -> Upload:
-        answer = await self._call("create_multipart_upload", **self._place)
-        return Upload(upload_id=answer["UploadId"])
 
     async def _unfinished(self) -> Upload | None:
         """The newest unfinished upload of this very key whose parts are cut as ours, with those that hold our bytes."""
@@ -159,7 +192,8 @@ class MultipartPut:
 
         async def send(number: int) -> None:
             async with slots:
-                upload.etags[number] = await self._send(upload.upload_id, number)
+                etag = None if self._sent is None else await self._sent.arrival(number)
+                upload.etags[number] = etag or await self._send(upload.upload_id, number)
 
         sends = [
             asyncio.ensure_future(send(number))
@@ -173,26 +207,11 @@ class MultipartPut:
             for task in sends:
                 task.cancel()
             await asyncio.gather(*sends, return_exceptions=True)
+            if self._sent is not None:
+                await self._sent.stop()
 
     async def _send(self, upload_id: str, number: int) -> str:
-        """One part, again after a quick failure; a stall is left to the caller, whose next try goes on from here."""
-        retry = 0
-        while True:
-            body = WatchedBody(self._slice(number))
-            sent = self._call("upload_part", **self._place, UploadId=upload_id, PartNumber=number, Body=body)
-            limit_s = self._rules.limit_s(self._length(number))
-            try:
-                answer = await send_watched(sent, body, stall_s=self._rules.stall_s, limit_s=limit_s)
-            except Exception as error:
-                if retry >= self._rules.retries or not _may_pass(error):
-                    raise
-            else:
-                if etag := answer.get("ETag"):
-                    return str(etag)
-                raise OSError(errno.EIO, f"part {number} was answered without an ETag")
-            self._rules.on_retry()
-            await asyncio.sleep(backoff_s(retry, first_s=0.2, longest_s=5.0, rng=self._rules.rng))
-            retry += 1
+        return await send_part(self._call, self._place, upload_id, number, self._slice(number), self._rules)
 
     async def _complete(self, upload: Upload) -> None:
         upload.is_complete_sent = True
@@ -229,6 +248,34 @@ class MultipartPut:
 
     def _length(self, number: int) -> int:
         return len(self._slice(number))
+
+
+async def begin_upload(call: S3Call, place: Mapping[str, str]) -> Upload:
+    """A new, empty upload of the object at ``place``."""
+    answer = await call("create_multipart_upload", **place)
+    return Upload(upload_id=answer["UploadId"])
+
+
+async def send_part(
+    call: S3Call, place: Mapping[str, str], upload_id: str, number: int, content: bytes | memoryview, rules: PartRules
+) -> str:
+    """The ETag of one part, sent again after a quick failure; a stall is left to the caller, whose next try goes on."""
+    retry = 0
+    while True:
+        body = WatchedBody(content)
+        sent = call("upload_part", **place, UploadId=upload_id, PartNumber=number, Body=body)
+        try:
+            answer = await send_watched(sent, body, stall_s=rules.stall_s, limit_s=rules.limit_s(len(content)))
+        except Exception as error:
+            if retry >= rules.retries or not _may_pass(error):
+                raise
+        else:
+            if etag := answer.get("ETag"):
+                return str(etag)
+            raise OSError(errno.EIO, f"part {number} was answered without an ETag")
+        rules.on_retry()
+        await asyncio.sleep(backoff_s(retry, first_s=0.2, longest_s=5.0, rng=rules.rng))
+        retry += 1
 
 
 async def list_uploads(call: S3Call, bucket: str, prefix: str) -> list[dict[str, Any]]:

@@ -21,12 +21,15 @@ from typing import Any
 from storage.config import StoreConfig
 from storage.errors import StorageError
 from storage.fsspec_store import CreateAnswer, FsspecStore
+from storage.object_keys import checked_name
+from storage.object_store import GrowingObject
 from storage.retry_tally import RetryTally, current_tally
 from storage.s3_body import WatchedBody, send_watched, without_expectation
 from storage.s3_listing import list_objects
 from storage.s3_multipart import MultipartPut, PartRules, Upload, list_uploads, part_bytes
 from storage.scrubbing import secrets_of_url
 from storage.store_failures import error_code, http_status, is_unsupported
+from storage.streamed_put import PartStream, can_stream
 
 __all__ = ["S3Store", "part_bytes"]
 
@@ -52,6 +55,7 @@ class S3Store(FsspecStore):
         self._retries = config.retries
         self._num_retries = 0
         self._unfinished: dict[str, Upload] = {}
+        self._growing: dict[str, PartStream] = {}
         self._in_hand: set[str] = set()
         self._ignores_ranges = False
         endpoint = config.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -63,6 +67,12 @@ class S3Store(FsspecStore):
     def num_retries(self) -> int:
         """Parts that were sent again inside one put."""
         return self._num_retries
+
+    def grow(self, key: str, most_bytes: int, *, deadline_s: float = 60.0) -> GrowingObject | None:
+        if most_bytes < self._multipart_bytes or not can_stream(most_bytes):
+            return None
+        checked_name(key, self._url)
+        return self._named("grow", key, deadline_s, lambda: self._grow(key, deadline_s))
 
     def give_up(self, key: str, *, deadline_s: float = 10.0) -> None:
         upload = self._unfinished.pop(key, None)
@@ -88,10 +98,11 @@ class S3Store(FsspecStore):
                 )
                 return 0
             mine = len(self._root.partition("/")[2])
+            ours = self._in_hand | self._growing.keys()
             uploads = [
                 (f"{bucket}/{item['Key']}", str(item["UploadId"]))
                 for item in found
-                if _age_s(item.get("Initiated")) >= older_than_s and item["Key"][mine:].lstrip("/") not in self._in_hand
+                if _age_s(item.get("Initiated")) >= older_than_s and item["Key"][mine:].lstrip("/") not in ours
             ]
             return self._abort([u for u in uploads if self._is_idle(*u, older_than_s, deadline_s)], deadline_s)
 
@@ -167,29 +178,52 @@ class S3Store(FsspecStore):
 
     def _write(self, path: str, data: bytes | memoryview, deadline_s: float) -> None:
         view = memoryview(data).cast("B")
-        limit_s = deadline_s + len(view) / self._min_bytes_per_s
-        if len(view) < self._multipart_bytes:
+        key = path[len(self._root) + 1 :]
+        self._in_hand.add(key)
+        try:
+            self._write_in_hand(path, key, view, deadline_s)
+        finally:
+            self._in_hand.discard(key)
+
+    def _write_in_hand(self, path: str, key: str, view: memoryview, deadline_s: float) -> None:
+        stream = self._growing.pop(key, None)
+        if stream is not None and not stream.take(len(view)):
+            stream.abandon()
+            stream = None
+        if len(view) < self._multipart_bytes and stream is None:
             self._put_whole(path, view, deadline_s)
             return
-        key = path[len(self._root) + 1 :]
-        rules = PartRules(
+        rules, known = self._part_rules(deadline_s), self._unfinished.get(key)
+        put = MultipartPut(self._request, self._place(path), view, rules, known, stream)
+        try:
+            self._run(put.run, deadline_s + len(view) / self._min_bytes_per_s)
+        except BaseException:
+            if put.upload is not None:
+                self._unfinished[key] = put.upload
+            raise
+        self._unfinished.pop(key, None)
+
+    def _grow(self, key: str, deadline_s: float) -> PartStream:
+        place, loop = self._place(self._path(key)), self._filesystem().loop
+
+        def forget() -> None:
+            if self._growing.get(key) is stream:
+                del self._growing[key]
+
+        stream = PartStream(self._request, place, self._part_rules(deadline_s), loop, forget)
+        older, self._growing[key] = self._growing.get(key), stream
+        if older is not None:
+            older.abandon()
+        return stream
+
+    def _part_rules(self, deadline_s: float) -> PartRules:
+        return PartRules(
             # Parts that go up side by side share the line.
             stall_s=deadline_s,
             limit_s=lambda size: deadline_s + 4 * size / self._min_bytes_per_s,
             retries=self._retries,
             on_retry=partial(self._count_retry, current_tally()),  # parts go up in the event loop's thread
         )
-        put = MultipartPut(self._request, self._place(path), view, rules, self._unfinished.get(key))
-        self._in_hand.add(key)
-        try:
-            self._run(put.run, limit_s)
-        except BaseException:
-            if put.upload is not None:
-                self._unfinished[key] = put.upload
-            raise
-        finally:
-            self._in_hand.discard(key)
-        self._unfinished.pop(key, None)
 
     def _count_retry(self, tally: RetryTally | None) -> None:
         self._num_retries += 1

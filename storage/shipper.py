@@ -19,12 +19,13 @@ from storage.arena import Arena
 from storage.config import CheckpointConfig
 from storage.direct_io import DiskFull
 from storage.errors import StorageError, StoreRefused, StoreUnavailable
+from storage.frames import ShardSink
 from storage.keeper_protocol import KeeperStatus, ReceiptSink, SealedSnapshot
 from storage.lanes import Lanes, Shipment, Stage
 from storage.manifest import Receipt
 from storage.object_store import ObjectStore
 from storage.outbox import DelayNotice, Outbox, OutboxMessage
-from storage.shipping import MemorySink, key_of, upload_shard, write_snapshot
+from storage.shipping import MemorySink, key_of, most_bytes, streamed, upload_shard, write_snapshot
 from storage.spool import Spool, SpoolEntry
 from storage.store_health import FailingCall, StoreHealth
 
@@ -36,7 +37,6 @@ _NUM_UPLOADERS: Final = 2
 _NUM_ENCODERS: Final = 2
 _IDLE_S: Final = 30.0
 _MOST_LEFT: Final = 128  # Shards of a killed Keeper that are taken up: less than the outbox holds without waiting
-_SLACK_BYTES: Final = 64 << 10  # index and frames that do not get smaller, beside a 64th of the Snapshot
 
 
 class Shipper:
@@ -154,17 +154,15 @@ class Shipper:
         newest = max((entry.receipt.attempt.number for entry in entries), default=0)
         for entry in entries:
             receipt = entry.receipt
-            attempt, step, rank = receipt.attempt.value(), receipt.step, receipt.shard.rank
+            shipment = Shipment.of_spooled(receipt)
             if not entry.is_uploaded:
-                shipment = Shipment(attempt=attempt, step=step, rank=rank, snapshot=None, receipt=receipt)
-                shipment.stage = Stage.READY
-                if attempt.number < newest:
+                if shipment.attempt.number < newest:
                     self._let_go(shipment)
                     continue
                 logger.info("%s: found on this disk, not uploaded yet", shipment.where)
                 self._lanes.add(shipment)
-            elif not entry.is_acknowledged and attempt.number == newest:
-                self._outbox.put(OutboxMessage(attempt=attempt, step=step, rank=rank, receipt=receipt))
+            elif not entry.is_acknowledged and shipment.attempt.number == newest:
+                self._tell(shipment, receipt)
 
     def _encode_loop(self) -> None:
         while (shipment := self._next(self._lanes.next_to_encode, Stage.ENCODING)) is not None:
@@ -213,15 +211,9 @@ class Shipper:
         snapshot, spool = shipment.snapshot, self._spool
         assert snapshot is not None
         assert spool is not None
-        need = snapshot.num_bytes + snapshot.num_bytes // 64 + _SLACK_BYTES
-        buffer = self._arena.open(snapshot.lease_id, snapshot.num_bytes)
         while True:
             try:
-                entry = spool.add(
-                    key_of(snapshot),
-                    need,
-                    lambda file: write_snapshot(snapshot, buffer, file, self._config, self._clock, self._pool),
-                )
+                entry = spool.add(key_of(snapshot), most_bytes(snapshot), partial(self._encode, shipment))
                 self._has_said_no_disk = False
                 return entry
             except DiskFull as error:
@@ -233,6 +225,21 @@ class Shipper:
             except StorageError as error:
                 self._say_no_disk(shipment, error)
                 return None
+
+    def _encode(self, shipment: Shipment, sink: ShardSink) -> Receipt:
+        """To ``sink``, and to the store at the same time where that delays nothing older."""
+        snapshot = shipment.snapshot
+        assert snapshot is not None
+        shipment.stop_growing()  # a try before this one ended after its last byte
+        buffer = self._arena.open(snapshot.lease_id, snapshot.num_bytes)
+        with self._changed:
+            may_stream = self._lanes.is_first(shipment) and self._health.failing_since_s is None
+        store = self._store if may_stream else None
+        is_over = partial(self._is_over, shipment)
+        with streamed(store, snapshot, sink, self._config.store, shipment.retries, is_over) as (sink, growing):
+            receipt = write_snapshot(snapshot, buffer, sink, self._config, self._clock, self._pool)
+            shipment.growing = growing
+        return receipt
 
     def _take_older(self, shipment: Shipment) -> Shipment | None:
         with self._changed:
@@ -271,10 +278,8 @@ class Shipper:
     def _upload(self, shipment: Shipment) -> Receipt | None:
         """The Receipt of the Shard, now in the store; None when its Attempt ended before that."""
         if shipment.receipt is None:
-            snapshot = shipment.snapshot
-            assert snapshot is not None
-            buffer, content = self._arena.open(snapshot.lease_id, snapshot.num_bytes), MemorySink()
-            shipment.receipt = write_snapshot(snapshot, buffer, content, self._config, self._clock, self._pool)
+            content = MemorySink()
+            shipment.receipt = self._encode(shipment, content)
             shipment.content = content
             with self._changed:
                 if self._is_over(shipment):
@@ -309,9 +314,7 @@ class Shipper:
             if receipt is not None:
                 self._health.note_success()
         if not is_over:
-            self._outbox.put(
-                OutboxMessage(attempt=shipment.attempt, step=shipment.step, rank=shipment.rank, receipt=receipt)
-            )
+            self._tell(shipment, receipt)
         self._end(shipment, keep_file=not self._is_fenced(shipment))
 
     def _delay(self, shipment: Shipment, reason: str) -> None:
@@ -345,12 +348,12 @@ class Shipper:
             is_over = self._is_over(shipment)
             self._health.num_superseded += is_superseded
         if not is_over:
-            self._outbox.put(
-                OutboxMessage(
-                    attempt=shipment.attempt, step=shipment.step, rank=shipment.rank, receipt=None, reason=reason
-                )
-            )
+            self._tell(shipment, None, reason)
         self._end(shipment, keep_file=self._is_closed and not self._is_fenced(shipment))
+
+    def _tell(self, shipment: Shipment, receipt: Receipt | None, reason: str = "") -> None:
+        attempt, step, rank = shipment.attempt, shipment.step, shipment.rank
+        self._outbox.put(OutboxMessage(attempt=attempt, step=step, rank=rank, receipt=receipt, reason=reason))
 
     def _end(self, shipment: Shipment, *, keep_file: bool) -> None:
         """The one way out for a Shipment that a thread was at. Its word is in the outbox by now: lanes keep order."""
@@ -362,6 +365,7 @@ class Shipper:
 
     def _let_go(self, shipment: Shipment, *, keep_file: bool = False) -> None:
         """Free its buffer, its memory and, but for ``keep_file``, its file."""
+        shipment.stop_growing()
         if shipment.snapshot is not None:
             self._arena.release(shipment.snapshot.lease_id)
         if shipment.receipt is not None and shipment.content is None and not keep_file:

@@ -7,33 +7,40 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Final
 
 from storage.codec import digest128
-from storage.config import CheckpointConfig
+from storage.config import CheckpointConfig, StoreConfig
 from storage.errors import ObjectMissing, StorageError, StoreUnavailable
 from storage.frames import TRAILER_BYTES, RawChunk, ShardSink, write_shard
 from storage.keeper_protocol import SealedSnapshot
 from storage.keys import StepKey, shard_key
 from storage.levels import LevelTable
 from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardIndex, ShardRecord, TensorLayout
-from storage.object_store import ObjectStore
+from storage.object_store import GrowingObject, GrowsObjects, ObjectStore
 from storage.retry_tally import RetryTally
 from storage.snapshot_format import SnapshotHeader, StagedChunk, header_digest, read_header
 
 __all__ = [
     "MemorySink",
+    "StreamedSink",
     "check_against_seal",
     "key_of",
+    "most_bytes",
     "ship_snapshot",
+    "streamed",
     "tensor_layouts",
     "upload_shard",
     "write_snapshot",
 ]
 
 logger = logging.getLogger(__name__)
+
+_SLACK_BYTES: Final = 64 << 10  # index and frames that do not get smaller, beside a 64th of the Snapshot
 
 
 class MemorySink:
@@ -54,9 +61,27 @@ class MemorySink:
         return memoryview(self._content).toreadonly()
 
 
+class StreamedSink:
+    """Writes to ``sink``, and the same bytes to ``growing`` until its Attempt ``is_over``."""
+
+    def __init__(self, sink: ShardSink, growing: GrowingObject, is_over: Callable[[], bool]) -> None:
+        self._sink, self._growing, self._is_over = sink, growing, is_over
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        self._sink.write(data)
+        if self._is_over():
+            self._growing.abandon()
+        self._growing.write(data)
+
+
 def key_of(snapshot: SealedSnapshot) -> str:
     """Name of the Shard object that ``snapshot`` becomes."""
     return shard_key(StepKey(step=snapshot.step, attempt=snapshot.attempt), snapshot.rank)
+
+
+def most_bytes(snapshot: SealedSnapshot) -> int:
+    """The most that its Shard can take."""
+    return snapshot.num_bytes + snapshot.num_bytes // 64 + _SLACK_BYTES
 
 
 def write_snapshot(
@@ -96,6 +121,34 @@ def write_snapshot(
         encode_s=clock() - started_at_s,
         lossless_fallbacks=summary.lossless_fallbacks,
     )
+
+
+@contextmanager
+def streamed(
+    store: ObjectStore | None,
+    snapshot: SealedSnapshot,
+    sink: ShardSink,
+    config: StoreConfig,
+    tally: RetryTally,
+    is_over: Callable[[], bool],
+) -> Iterator[tuple[ShardSink, GrowingObject | None]]:
+    """Where to write the Shard so that it goes up while it is encoded, and what goes up; just ``sink`` and None where
+    ``store`` cannot. After an error nothing of it stays in the store."""
+    growing = None
+    if isinstance(store, GrowsObjects):
+        try:
+            with tally.counting():
+                growing = store.grow(key_of(snapshot), most_bytes(snapshot), deadline_s=config.deadline_s)
+        except StorageError as error:
+            logger.debug("step %d rank %d: not sent while it is encoded: %s", snapshot.step, snapshot.rank, error)
+    if growing is None:
+        yield sink, None
+        return
+    try:
+        yield StreamedSink(sink, growing, is_over), growing
+    except BaseException:
+        growing.abandon()
+        raise
 
 
 def upload_shard(
