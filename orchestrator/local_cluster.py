@@ -106,8 +106,8 @@ class LocalCluster:
         remove_stale_networks()
         self._resources = dict(node_resources)
         self._fittings = fittings or Fittings()
-        self._root = make_nodes_root()
         self._network = PrivateNetwork() if self._fittings.has_own_networks else None
+        self._root = make_nodes_root()
         self._nodes: dict[int, LocalNode] = {}
         self._cut: list[LocalNode] = []
         self._started = 0
