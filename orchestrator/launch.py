@@ -147,7 +147,9 @@ class _Driver:
             if self._config.run.resume == "auto" and has_whole_end(self._store, log, steps):
                 reason = f"step {steps} was committed before; raise run.steps to train on"
                 return record.finish(RunEnd(exit_code=ExitCode.SUCCESS, reason=reason))
-            durable_step = max((commit.step for commit in log.commits()), default=0)
+            durable_step = None
+            if self._config.checkpoint.memory.mode != "off":
+                durable_step = max((commit.step for commit in log.commits()), default=0)
             try:
                 end = self._control(coordinator, journal, record, resume, stop, lease_lost, first_number, durable_step)
             except ray.exceptions.RayError as error:

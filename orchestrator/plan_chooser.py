@@ -154,6 +154,8 @@ class PlanChooser:
         self, attempt: Attempt, before: AttemptEnd | None, member_nodes: Sequence[str]
     ) -> RestorePlan | NoGeneration:
         """The newest generation that is whole and whose Receipts say so."""
+        if not self._lineage():
+            return NoGeneration(reason="nothing was trained yet that memory could hold")
         if before is None:
             self._adopt(self._nodes_of_last_world() & self._living())
         for _ in range(_MOST_TRIES):
