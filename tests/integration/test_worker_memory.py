@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,3 +71,66 @@ def test_a_world_that_parts_leaves_its_last_step_in_memory_alone(trio: Trio, dat
         assert (step, rank, False) in held(trio, rank)
         assert (step, (rank - 1) % 3, True) in held(trio, rank)
     assert all(not one.receipts for one in ended)
+
+
+def test_a_leave_and_the_last_step_are_stored_and_kept_by_one_copy(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    trio.make(make_settings(data_url, total_steps=200, memory_every=50), tmp_path)
+    left = trio.run(2, in_memory=True, order_after=2, kind=OrderKind.LEAVE)
+    assert outcomes(left) == [OutcomeKind.LEFT] * 2
+    step = left[0].outcome.last_step
+    assert [[receipt.step for receipt in one.receipts] for one in left] == [[step]] * 2
+    assert (step, 0, False) in held(trio, 0)
+    trio.make(make_settings(data_url, total_steps=5, memory_every=1, every_steps=2), tmp_path / "short")
+    ended = trio.run(2, in_memory=True)
+    assert [[receipt.step for receipt in one.receipts] for one in ended] == [[2, 4, 5]] * 2
+    assert [order.step for order in ended[0].bound] == [2, 4, 5]
+    assert not ended[0].skipped
+    assert {(5, 0, False), (5, 1, True)} <= set(held(trio, 0))
+
+
+def test_what_is_stored_with_the_memory_tier_on_is_what_is_stored_without(
+    trio: Trio, data_url: str, tmp_path: Path
+) -> None:
+    settings = make_settings(data_url, total_steps=4, every_steps=3, memory_every=1)
+    trio.make(settings, tmp_path / "plain")
+    plain = trio.run(2)
+    trio.make(settings, tmp_path / "memory")
+    kept = trio.run(2, in_memory=True)
+    for before, after in zip(plain, kept, strict=True):
+        assert [receipt.step for receipt in after.receipts] == [3, 4]
+        for one, other in zip(before.receipts, after.receipts, strict=True):
+            assert one.shared_state == other.shared_state
+            assert one.tensors == other.tensors
+            assert one.shard.size == other.shard.size  # compressed: other bytes would have another
+
+
+def test_abandon_lets_go_of_the_model_and_what_is_in_memory_stays(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    trio.make(make_settings(data_url, total_steps=100_000, memory_every=1), tmp_path)
+    attempt = trio.start(2, in_memory=True)
+    while trio.processes[0].call("heartbeat").step < 4:
+        pass
+    for process in trio.processes[:2]:
+        process.send("abandon", attempt)
+    reports = [process.receive() for process in trio.processes[:2]]
+    assert all(report.is_clean for report in reports)
+    steps = [{step for step, owner, is_replica in held(trio, rank) if not is_replica} for rank in (0, 1)]
+    assert steps[0] & steps[1], "no step is in memory on both ranks"
+    again = trio.run(2, in_memory=True, order_after=1, kind=OrderKind.PART)
+    assert outcomes(again) == [OutcomeKind.LEFT] * 2
+
+
+def test_a_killed_rank_leaves_its_newest_steps_with_its_peer(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    trio.make(make_settings(data_url, total_steps=100_000, memory_every=1), tmp_path)
+    attempt = trio.start(3, in_memory=True)
+    while trio.processes[2].call("heartbeat").step < 6:
+        pass
+    os.kill(trio.processes[2].pid, signal.SIGKILL)
+    ended = trio.ended(attempt, (0, 1))
+    last = max(one.outcome.last_step for one in ended)
+    whole: set[int] | None = None
+    for owner in range(3):
+        found = {step for rank in (0, 1) for step, of, _ in held(trio, rank) if of == owner}
+        whole = found if whole is None else whole & found
+    assert whole, "no step is whole in memory"
+    assert max(whole) >= last - 1
+    trio.replace(2)

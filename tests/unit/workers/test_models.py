@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.fakes.small_training import OddModel, build_state
 from workers.config import ModelConfig
-from workers.models import ModelTemplate, UnfilledTensors, assert_all_filled, instantiate, materialize
+from workers.models import ModelTemplate, UnfilledTensors, assert_all_filled, instantiate, materialize, state_bytes
 from workers.names import named_parameters, persistent_buffers
 from workers.parallelize import parallelize
 
@@ -131,3 +131,11 @@ def test_weights_left_for_a_restore_count_as_unfilled(mesh: DeviceMesh) -> None:
 
 def test_only_persistent_buffers_belong_to_the_state() -> None:
     assert [name for name, _ in persistent_buffers(OddModel())] == ["count"]
+
+
+def test_the_size_of_the_training_state_counts_moments_of_what_trains_and_stored_buffers() -> None:
+    model = OddModel()
+    weights = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
+    assert state_bytes(model) == 12 * weights + 8
+    model.frozen_later.requires_grad_(False)
+    assert state_bytes(model) == 12 * weights + 8 - 8 * model.frozen_later.numel()

@@ -49,6 +49,13 @@ def test_a_leave_beats_the_cadence_and_nothing_follows_it() -> None:
     assert binding.bind(13, order(2)).bound is None
 
 
+def test_nothing_follows_an_order_to_part() -> None:
+    binding = binder(every_steps=5)
+    assert binding.bind(8, order(1, OrderKind.PART)).bound == bound(1, OrderKind.PART, 10)
+    assert binding.bind(9, order(2, OrderKind.LEAVE)).bound is None
+    assert binding.bind(13, None).bound is None
+
+
 def test_the_cadence_falls_on_its_multiples_and_an_order_there_is_the_same_save() -> None:
     binding = binder(every_steps=5)
     assert [binding.bind(step, None).bound for step in (6, 7)] == [None, None]
@@ -113,3 +120,5 @@ def test_the_last_step_saves_without_a_word_and_never_leaves() -> None:
     assert plan.due(20) == bound(0, OrderKind.SNAPSHOT, 20)
     plan.learn(bound(7, OrderKind.LEAVE, 20))
     assert plan.due(20) == bound(7, OrderKind.SNAPSHOT, 20)
+    plan.learn(bound(8, OrderKind.PART, 20))
+    assert plan.due(20) == bound(8, OrderKind.SNAPSHOT, 20)
