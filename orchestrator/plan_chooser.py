@@ -213,12 +213,6 @@ class PlanChooser:
                 return anywhere
             self._sleep(_POLL_S)
 
-    def _below_step(self, before: AttemptEnd | None) -> int:
-        """From which step on memory is of no use: the Run's last, which is to be trained again so that it is saved, and
-        one whose update was found to be bad, which memory may hold already."""
-        windows = before.fault.root.windows if isinstance(before, Broken) and before.fault.root is not None else ()
-        return min([self._config.run.steps, *(window.step for window in windows)])
-
     def _is_untried(self, expected: int) -> bool:
         """Whether waiting for ``expected`` can help: not once it was found wanting."""
         return not any(key.step == expected for key in self._distrusted)

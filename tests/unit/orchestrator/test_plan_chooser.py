@@ -28,7 +28,7 @@ from storage.manifest import Receipt
 from storage.sources import RestorePlan
 from tests.fakes.checkpoints import prepare
 from workers.config import DataConfig, ModelConfig
-from workers.contract import CauseKind, FailureCause, SkippedWindow, StepReport
+from workers.contract import StepReport
 
 NONCE = "0000aaaa"
 TOTAL_STEPS = 100
@@ -325,18 +325,6 @@ def test_the_last_step_of_the_run_is_trained_again_so_that_it_is_saved() -> None
     scene = running()
     two_ranks(scene, 1, TOTAL_STEPS)
     assert scene.chosen_step(broken()) == (41, "memory")
-
-
-def test_a_step_found_to_be_bad_and_all_after_it_are_not_gone_on_from() -> None:
-    scene = running()
-    scene.finish(42, 41)
-    cause = FailureCause(
-        kind=CauseKind.BAD_STEP, error_type="StepNotFinite", message="nan", traceback="", rank=0, step=41,
-        windows=(SkippedWindow(place=160, samples=4, step=41),),
-    )  # fmt: skip
-    fault = Fault(kind=FaultKind.BAD_STEP, detail="nan", root=cause)
-    assert scene.chosen_step(Broken(fault=fault, facts=AttemptFacts(), detected_at_s=0.0)) == (40, "memory")
-    assert scene.now == 0.0
 
 
 # -- the first Attempt of a driver ----------------------------------------------------------------------------------
