@@ -38,7 +38,7 @@ from orchestrator.worker_group import WorkerGroup
 from storage.errors import StorageError, StoreUnavailable
 from storage.keys import Attempt
 from storage.sources import RestorePlan
-from workers.contract import AttemptSpec, Member, World
+from workers.contract import AttemptSpec, Member, OrderKind, World
 
 __all__ = ["Controller", "RunEnd"]
 
@@ -224,7 +224,7 @@ class Controller:
             draining=self._gathering.draining,
             living=self._gathering.living,
             asked_to_stop=self._asked_to_stop,
-            part_kind=lambda: self._memory.leave_kind(world.members, self._gathering.draining()),
+            part_kind=lambda: self._part_kind(world),
             is_store_away=lambda: self._store.is_away,
             move=self._move,
         )
@@ -233,6 +233,14 @@ class Controller:
     def _tick(self) -> None:
         self._gathering.tick()
         self._memory.note_errors()
+
+    def _part_kind(self, world: World) -> OrderKind:
+        """A World that nobody may take over from must leave its last step in the store: memory goes with the driver."""
+        draining = self._gathering.draining()
+        staying = [view for view in self._group.views(draining) if view.is_ready and not view.is_draining]
+        if len(staying) < self._sizing.world.min_workers:
+            return OrderKind.LEAVE
+        return self._memory.leave_kind(world.members, draining)
 
     def _arrange_memory(self, world: World) -> Stop | None:
         facts = [self._group.worker(member.worker_id).facts for member in world.members]
