@@ -58,6 +58,21 @@ def test_work_at_risk_grows_from_the_moment_the_newest_checkpoint_holds() -> Non
     assert (facts.at_risk_steps, facts.at_risk_s) == (0, 0.0), "nothing is at risk before a step is done"
 
 
+def test_what_an_attempt_takes_over_from_memory_stays_at_risk() -> None:
+    watch = StoreWatch()
+    watch.begin_attempt(100, 50.0)
+    watch.note(finished(112), 60.0)
+    watch.begin_attempt(112, 70.0, 100)
+    facts = watch.facts(75.0)
+    assert (facts.durable_step, facts.at_risk_steps, facts.at_risk_s) == (100, 12, 25.0)
+    watch.note(committed(112), 80.0)
+    assert watch.facts(81.0).at_risk_steps == 0
+    fresh = StoreWatch()
+    fresh.begin_attempt(40, 5.0, 30)
+    facts = fresh.facts(9.0)
+    assert (facts.durable_step, facts.at_risk_steps, facts.at_risk_s) == (30, 10, 4.0)
+
+
 def test_saves_missed_before_an_outage_was_noticed_count_for_it() -> None:
     watch = StoreWatch()
     watch.begin_attempt(0, 0.0)
