@@ -201,6 +201,7 @@ def test_the_plain_state_is_json_by_parameter_name(mesh: DeviceMesh) -> None:
         "sample_chain": "0" * 32,
         "best_metric": None,
         "best_step": None,
+        "skipped": {"__tuple__": []},
     }
 
 
