@@ -29,6 +29,10 @@ class WatchedBody(io.BytesIO):
         self.moved_s = time.monotonic()
         return super().read(size)
 
+    def getbuffer(self) -> memoryview:
+        """Read-only. aiohttp asks for it to learn the size, and one that could be written to would be a copy."""
+        return memoryview(self.getvalue())
+
 
 async def send_watched(request: Awaitable[T], body: WatchedBody, *, stall_s: float, limit_s: float) -> T:
     """What ``request`` returns; TimeoutError once ``body`` did not move for ``stall_s``, or after ``limit_s``."""
