@@ -6,8 +6,18 @@ Every server binds loopback only, keeps its files in one temporary directory and
 from tests.servers.delay_proxy import DelayProxy
 from tests.servers.haproxy import HaproxyProxy
 from tests.servers.moto_server import MotoServer
+from tests.servers.paced_proxy import PacedProxy
 from tests.servers.process import ServerNotReady, ServerProcess
 from tests.servers.quirk_proxy import QuirkProxy
 from tests.servers.swift_server import SwiftServer
 
-__all__ = ["DelayProxy", "HaproxyProxy", "MotoServer", "QuirkProxy", "ServerNotReady", "ServerProcess", "SwiftServer"]
+__all__ = [
+    "DelayProxy",
+    "HaproxyProxy",
+    "MotoServer",
+    "PacedProxy",
+    "QuirkProxy",
+    "ServerNotReady",
+    "ServerProcess",
+    "SwiftServer",
+]
