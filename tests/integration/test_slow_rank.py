@@ -1,7 +1,6 @@
-"""A rank that is held up most of the time is found by what it measures itself. Real: rank processes, gloo, FSDP2.
+"""A rank that is held up most of the time tells so itself, and those that wait for it do not. Real: gloo, FSDP2.
 
-The machine of the test may be busy with other things, so the time that this takes is not judged here; the figures are
-those of tests/unit/orchestrator/test_slow_nodes.py.
+When a node is named for it is told by tests/unit/orchestrator/test_slow_nodes.py.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.slow_nodes import NodeSlow, SlowNodes
 from tests.fakes.rank_processes import Trio
 from tests.fakes.token_datasets import write_numbered_rows
 from tests.fakes.worker_settings import make_settings
 from workers.contract import OutcomeKind
 from workers.session import Session
 
-STEPS, HELD_S, FREE_S = 40, 0.06, 0.02
+STEPS, HELD_S, FREE_S = 30, 0.06, 0.02
 
 
 @contextmanager
@@ -56,7 +54,7 @@ def train(session: Session) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_held_up_is_named_and_no_other(tmp_path: Path) -> None:
+def test_waiting_for_a_slow_rank_is_no_computing(tmp_path: Path) -> None:
     url = str(tmp_path / "rows")
     write_numbered_rows(url, 200, sequence_length=16)
     settings = make_settings(url, total_steps=STEPS)
@@ -75,8 +73,5 @@ def test_a_rank_that_is_held_up_is_named_and_no_other(tmp_path: Path) -> None:
     assert [one.outcome.kind for one in ended] == [OutcomeKind.FINISHED] * 3
     reports = ended[0].reports
     assert all(len(report.compute_s) == 3 and min(report.compute_s) > 0.0 for report in reports)
-    slow_nodes = SlowNodes(1.5)
-    slow_nodes.begin(["n0", "n1", "n2"])
-    changes = [change for report in reports for change in slow_nodes.add(report.compute_s, report.step_s)]
-    assert {change.node_id for change in changes} == {"n1"}, changes
-    assert isinstance(changes[0], NodeSlow)
+    first, held, last = (sum(report.compute_s[rank] for report in reports[2:]) for rank in range(3))
+    assert held > 1.5 * max(first, last), "the rank that is held up, and not those that wait for it, takes longer"
