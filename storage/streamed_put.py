@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from storage.s3_multipart import PartRules, S3Call, Upload, begin_upload, part_bytes, send_part
+from storage import s3_multipart
+from storage.s3_multipart import PartRules, S3Call, Upload, begin_upload, send_part
 
 __all__ = ["PartStream", "can_stream"]
 
@@ -26,7 +27,7 @@ _ABORT_S: Final = 10.0
 
 def can_stream(most_bytes: int) -> bool:
     """Whether every object of up to ``most_bytes`` is cut alike, so that any later put finds its own parts."""
-    return part_bytes(most_bytes) == part_bytes(0)
+    return s3_multipart.part_bytes(most_bytes) == s3_multipart.part_bytes(0)
 
 
 class PartStream:
@@ -45,7 +46,7 @@ class PartStream:
     ) -> None:
         self._call, self._place, self._rules, self._loop = call, dict(place), rules, loop
         self._on_abandoned = on_abandoned
-        self._size = part_bytes(0)
+        self._size = s3_multipart.part_bytes(0)
         self._slots = threading.Semaphore(_MOST_PARTS)
         self._lock = threading.Lock()
         self._part: io.BytesIO | None = None
@@ -79,7 +80,7 @@ class PartStream:
     def take(self, num_bytes: int) -> bool:
         """The put of the whole begins: True when it has ``num_bytes`` and a part of it was handed to the loop."""
         with self._lock:
-            is_same = self._num_bytes == num_bytes and part_bytes(num_bytes) == self._size
+            is_same = self._num_bytes == num_bytes and s3_multipart.part_bytes(num_bytes) == self._size
             if self._is_settled or not is_same or not self._num_handed:
                 return False
             self._is_over = self._is_settled = True
