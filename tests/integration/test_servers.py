@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import s3fs
 
-from tests.servers import DelayProxy, HaproxyProxy, MotoServer, ServerNotReady, ServerProcess, SwiftServer
+from tests.servers import DelayProxy, HaproxyProxy, MotoServer, PacedProxy, ServerNotReady, ServerProcess, SwiftServer
 
 
 def store_at(endpoint: str, **config: object) -> s3fs.S3FileSystem:
@@ -30,6 +30,20 @@ def test_swift_refuses_a_wrong_secret(bucket: str, s3_env: str, monkeypatch: pyt
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(PermissionError):
         store_at(s3_env).pipe_file(f"{bucket}/shard", b"x")
+
+
+def test_a_link_of_limited_bandwidth_passes_every_byte_both_ways(
+    bucket: str, swift_server: SwiftServer, s3_env: str, tmp_path: Path
+) -> None:
+    del s3_env
+    data = bytes(range(251)) * 8192
+    link = PacedProxy(tmp_path, swift_server.port, 50e6).start()
+    try:
+        store_at(link.endpoint).pipe_file(f"{bucket}/shard", data)
+        assert store_at(link.endpoint).cat_file(f"{bucket}/shard") == data
+    finally:
+        link.stop()
+    assert store_at(swift_server.endpoint).cat_file(f"{bucket}/shard") == data
 
 
 def test_what_swift_acknowledged_survives_its_kill(tmp_path: Path, s3_env: str) -> None:
