@@ -18,7 +18,7 @@ from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Keep, Leave, Stop
 from orchestrator.failure_policy import AttemptFacts, Fault, classify
-from orchestrator.fencing import Reckoning, reckon
+from orchestrator.fencing import Reckoning, fence_late, reckon
 from orchestrator.heartbeats import Hang
 from orchestrator.recorder import Recorder
 from orchestrator.regroup_phases import phase_fields
@@ -303,6 +303,8 @@ class AttemptRun:
         )
         asked = self._ask_starved(reckoning)
         self._drain_outcomes(reckoning)
+        # A peer's echo may be heard before the word of the one that ran out of memory.
+        reckoning = fence_late(reckoning, self._group, self._starved(), settle_s=self._config.failure.settle_s)
         self._tick()  # what was reported last tells how far the World had come
         facts = AttemptFacts(
             outcomes=tuple(self._outcomes.values()),

@@ -245,7 +245,10 @@ class Controller:
     def _arrange_memory(self, world: World) -> Stop | None:
         facts = [self._group.worker(member.worker_id).facts for member in world.members]
         sizes = [one.state_bytes for one in facts if one is not None and one.state_bytes is not None]
-        living = self._gathering.living()
+        homes = {member.node_id for member in world.members}
+        # A node without a member is found dead by nobody, and takes no replicas: its agent's lifeline tells at once.
+        is_cut = self._group.lifelines.is_agent_cut
+        living = {node for node in self._gathering.living() if node in homes or not is_cut(node)}
         return self._memory.arrange(
             world.members,
             nodes={node_id: node for node_id, node in self._watcher.view().nodes.items() if node_id in living},

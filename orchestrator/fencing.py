@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import ray
 from orchestrator.worker_group import WorkerGroup
 from workers.contract import World
 
-__all__ = ["Reckoning", "reckon"]
+__all__ = ["Reckoning", "fence_late", "reckon"]
 
 _log = logging.getLogger(__name__)
 _ABANDON_S = 10.0  # longest a live worker may take to end its training thread and drop the model
@@ -93,6 +94,20 @@ def reckon(
         survivors=survivors,
         lost_workers=tuple(sorted(set(poll.home) - survivors)),
         lost_nodes=tuple(sorted(poll.silent_nodes)),
+    )
+
+
+def fence_late(reckoning: Reckoning, group: WorkerGroup, workers: Collection[str], *, settle_s: float) -> Reckoning:
+    """Kill those of ``workers`` that survived the reckoning: what they said was heard only when it was over."""
+    late = reckoning.survivors & frozenset(workers)
+    if not late:
+        return reckoning
+    if killed := _kill(group, late):
+        ray.wait(list(killed), num_returns=len(killed), timeout=settle_s)
+    return Reckoning(
+        survivors=reckoning.survivors - late,
+        lost_workers=tuple(sorted({*reckoning.lost_workers, *late})),
+        lost_nodes=reckoning.lost_nodes,
     )
 
 

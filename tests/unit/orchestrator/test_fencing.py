@@ -13,7 +13,7 @@ import ray
 from orchestrator import fencing, vital_signs
 from orchestrator.bell import Bell
 from orchestrator.config import FailureConfig
-from orchestrator.fencing import Reckoning, reckon
+from orchestrator.fencing import Reckoning, fence_late, reckon
 from orchestrator.vital_signs import VitalSigns
 from storage.keys import Attempt
 from workers.contract import AbandonReport, Member, World
@@ -180,6 +180,15 @@ def test_a_hung_worker_is_killed_and_one_that_cannot_let_go_too() -> None:
     found = reckoning(group, hung={"w1"}, settle_s=FOR_EVER_S)
     assert group.killed == ["w1", "w0"]
     assert (found.survivors, found.lost_workers, found.lost_nodes) == ({"w2"}, ("w0", "w1"), ())
+
+
+def test_a_worker_whose_word_is_heard_after_the_reckoning_is_killed_then() -> None:
+    group: Any = Group(silent=set(), silent_nodes=set())
+    found = reckoning(group, hung={"w1"}, settle_s=FOR_EVER_S)
+    late = fence_late(found, group, {"w1", "w2"}, settle_s=FOR_EVER_S)
+    assert group.killed == ["w1", "w2"]
+    assert (late.survivors, late.lost_workers) == ({"w0"}, ("w1", "w2"))
+    assert fence_late(late, group, {"w1"}, settle_s=FOR_EVER_S) == late
 
 
 def signs(group: Any) -> VitalSigns:
