@@ -119,18 +119,21 @@ def _soak(folder: Path, report: Report, strikes: Sequence[Strike], until_s: floa
     write_rows(str(folder / "rows"))
     run, plan = _make(folder, "soaked", report.num_steps, _SETTINGS)
     prepare_environment()
-    with Drill(plan, folder, seed=report.seed, say=_say) as drill:
-        try:
-            _strike_all(drill, report, strikes, until_s)
-        except SoakBroken as broken:
-            report.violations.append((str(broken.args[0]), str(broken.args[1])))
+    disk = plan.config.checkpoint.local_disk
+    drill = Drill(plan, folder, seed=report.seed, say=_say)
+    try:
+        with drill:
+            try:
+                _strike_all(drill, report, strikes, until_s)
+            except SoakBroken as broken:
+                report.violations.append((str(broken.args[0]), str(broken.args[1])))
+        report.violations += check_nothing_left(frozenset(drill.processes), plan.run_id, disk, drill.node_ids)
+    finally:
+        for node_id in drill.node_ids:
+            remove_leftovers(disk, plan.run_id, node_id)  # what should not be there has been told
     report.growths = [str(growth) for growth in drill.watch.growths()]
     report.recovery_s = _percentiles(drill.struck)
     report.violations += check_growth(drill.watch.growths())
-    disk = plan.config.checkpoint.local_disk
-    report.violations += check_nothing_left(frozenset(drill.processes), plan.run_id, disk, drill.node_ids)
-    for node_id in drill.node_ids:
-        remove_leftovers(disk, plan.run_id, node_id)  # what should not be there has been told
     if drill.exit_code != 0:
         return
     result = _result(run, drill)

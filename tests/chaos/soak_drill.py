@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -44,7 +45,7 @@ _REFUSAL_PAUSE_S = 3.0
 _UNCAUGHT = 1
 _POLL_S = 0.05
 _LOOK_S = 0.5
-_KEPT_LINES = 300
+_KEPT_LINES = 25
 
 
 class SoakBroken(Exception):
@@ -67,6 +68,7 @@ class Drill:
         self._plan, self._folder, self._seed, self._say = plan, folder, seed, say
         self._pace = folder / "pace"
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._log = (folder / "driver.log").open("a", buffering=1)
         self._tail = EventTail(plan.events_path)
         self._broken: set[ChaosVerb] = set()
         self._num_drivers = self._refusals = 0
@@ -101,7 +103,7 @@ class Drill:
             self._driver.close()
         ray.shutdown()
         self._cluster.close()
-        (self._folder / "driver.log").write_text("\n".join(self._lines))
+        self._log.close()
 
     @property
     def node_ids(self) -> tuple[str, ...]:
@@ -146,7 +148,7 @@ class Drill:
         self._check_groups(0)
 
     def last_words(self) -> str:
-        return "\n".join(list(self._lines)[-25:])
+        return "\n".join(self._lines)
 
     # -- one strike -------------------------------------------------------------------------------------------------
 
@@ -195,7 +197,11 @@ class Drill:
             self._driver.close()
         self._broken.clear()
         self._num_drivers += 1
-        self._driver = DriverChild([sys.executable, str(SCRIPT), *map(str, arguments)], self._lines.append)
+        self._driver = DriverChild([sys.executable, str(SCRIPT), *map(str, arguments)], self._hear)
+
+    def _hear(self, line: str) -> None:
+        self._lines.append(line)
+        self._log.write(f"{line}\n")
 
     def _living_driver(self) -> DriverChild:
         if self._driver is None:
@@ -265,6 +271,8 @@ class Drill:
         import ray
 
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        # Ray puts a handler of its own in place, which would leave the cluster behind.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def _check_groups(self, num_expected: int) -> None:
         """One placement group for each living node, none for any other."""

@@ -13,7 +13,7 @@ from orchestrator.chaos import ChaosAction, ChaosPhase, ChaosVerb
 
 __all__ = ["STEPS_PER_FAULT", "WEIGHTS", "Strike", "draw_strikes"]
 
-STEPS_PER_FAULT = 40
+STEPS_PER_FAULT = 20
 WEIGHTS = {
     ChaosVerb.KILL_NODE: 5,
     ChaosVerb.KILL_WORKER: 5,
@@ -30,7 +30,7 @@ _OPENERS = (ChaosVerb.KILL_WORKER, ChaosVerb.KILL_NODE)
 # What may fall into the middle of a recovery. An error of the training code, or hunger, needs code that trains.
 _SECONDS = (ChaosVerb.KILL_WORKER, ChaosVerb.KILL_NODE, ChaosVerb.KILL_KEEPER, ChaosVerb.STOP_WORKER)
 _SECOND_SHARE, _SAVE_SHARE = 0.3, 0.15
-_MAX_GAP_STEPS = 16
+_MAX_GAP_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
