@@ -90,18 +90,22 @@ class Groups:
         """Wait for all ranks, at most the group's time-out."""
         self.start_sum(torch.zeros((), device=self._device)).wait()
 
-    def close(self, *, is_clean: bool = True) -> None:
-        """End both groups. Safe to call again and from another thread; errors of a broken group are logged.
+    def cut(self) -> None:
+        """End calls that still wait although the groups are closed: for a machine that has vanished without a word.
 
-        Not ``is_clean``: calls that wait in them end at once with an error, here and on the neighbours, whatever has
-        become of those they wait for.
+        Only for calls that wait already: gloo can lose one that begins just then, which `close` does not do to it.
         """
         with self._lock:
             wires, self._wires = self._wires, None
-            if wires is not None and not is_clean:
-                if self._mesh is None:
-                    wires.note()  # still joining: whatever is there by now
-                wires.cut()
+            is_joining = not self._is_joined
+        if wires is not None:
+            if is_joining:
+                wires.note()  # whatever is there by now
+            wires.cut()
+
+    def close(self) -> None:
+        """End both groups. Safe to call again and from another thread; errors of a broken group are logged."""
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True

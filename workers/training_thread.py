@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 _FLUSH_S = 30.0
 _FLUSH_FAILED_S = 1.0
 _COURIER_CLOSE_S = 5.0
+_PATIENCE_S = 0.25  # within which a collective ends by its groups' close, unless a member has vanished
 
 
 class TrainingThread:
@@ -89,8 +90,11 @@ class TrainingThread:
         process."""
         self._is_abandoned.set()
         self._parts.stager.cancel()
-        self._groups.close(is_clean=False)
+        self._groups.close()
         if self._thread.ident is not None:
+            self._thread.join(min(_PATIENCE_S, timeout_s))
+            if self._thread.is_alive():
+                self._groups.cut()
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
@@ -116,7 +120,7 @@ class TrainingThread:
         try:
             digest = self._train(session)
         except BaseException as error:  # noqa: BLE001  the thread's outermost edge: nothing passes it but as a value
-            self._groups.close(is_clean=False)
+            self._groups.close()
             cause = self._cause(error, session.finished_step)
         is_leaving, self._last_step, self._model = session.is_leaving, session.finished_step, session.model_reference
         session.release()

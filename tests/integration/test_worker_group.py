@@ -7,20 +7,41 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.rank_processes import Trio, make_spec
 from tests.fakes.token_datasets import write_numbered_rows
-from tests.fakes.worker_settings import make_settings
+from tests.fakes.worker_settings import TINY_LLAMA, make_settings
 from workers.contract import CauseKind, OrderKind, OutcomeKind, Phase
 from workers.errors import AttemptRefused
 from workers.session import Session
 
 STEPS = 6
 NUM_ROWS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a process holds: open files by kind, threads, memory of its own."""
+
+    descriptors: Counter[str]
+    threads: int
+    memory_kb: int
+
+
+def held_by(pid: int) -> Held:
+    links = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return Held(
+        descriptors=Counter(link.partition(":")[0] for link in links),
+        threads=len(os.listdir(f"/proc/{pid}/task")),
+        memory_kb=int(status["RssAnon"].split()[0]),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +188,30 @@ def test_abandon_ends_a_rank_that_waits_for_others_to_come(trio: Trio, data_url:
     report = trio.processes[0].call("abandon", attempt)
     assert report.is_clean
     assert trio.ended(attempt, (0,))[0].outcome.cause.kind is CauseKind.ABANDONED
+
+
+def test_ten_regroups_leave_no_more_behind_than_one(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    """Of a model whose state is 13 MB on each of two ranks; its release itself is what `is_clean` says."""
+    large = TINY_LLAMA.model_copy(
+        update={"config": TINY_LLAMA.config | {"hidden_size": 256, "intermediate_size": 1024}}
+    )
+    trio.make(replace(make_settings(data_url, total_steps=100_000), model=large), tmp_path)
+    pids = [process.pid for process in trio.processes[:2]]
+    before: list[Held] = []
+    for number in range(12):
+        size = 2 + number % 2
+        attempt = trio.start(size)
+        while any(process.call("heartbeat").step < 2 for process in trio.processes[:size]):
+            pass
+        for process in trio.processes[:size]:
+            process.send("abandon", attempt)
+        assert all(process.receive().is_clean for process in trio.processes[:size])
+        trio.ended(attempt, range(size))
+        if number == 1:  # both sizes have been seen, and what every process makes once is made
+            before = [held_by(pid) for pid in pids]
+    for held, was in zip([held_by(pid) for pid in pids], before, strict=True):
+        assert (held.descriptors, held.threads) == (was.descriptors, was.threads)
+        assert held.memory_kb < was.memory_kb + 32_000
 
 
 def test_a_rank_that_vanished_without_a_word_holds_nobody_up(trio: Trio, data_url: str, tmp_path: Path) -> None:
