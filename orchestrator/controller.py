@@ -232,6 +232,7 @@ class Controller:
 
     def _tick(self) -> None:
         self._gathering.tick()
+        self._memory.follow_keepers()
         self._memory.note_errors()
 
     def _part_kind(self, world: World) -> OrderKind:

@@ -15,7 +15,7 @@ from orchestrator.node_watcher import look
 from orchestrator.run_identity import build_digest
 from storage.errors import StorageError
 from storage.keeper_actor import ensure_keeper
-from storage.keeper_protocol import KeeperGreeting, KeeperStatus
+from storage.keeper_protocol import KeeperGreeting, KeeperStatus, TransportAddress
 
 __all__ = ["KEEPER_TTL_S", "KeeperCrew"]
 
@@ -43,7 +43,7 @@ class KeeperCrew:
         self._greetings: dict[str, KeeperGreeting] = {}
         self._statuses: dict[str, KeeperStatus] = {}
         self._num_starting = 0
-        self._is_dismissed = False
+        self._is_dismissed = self._is_left_behind = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="keeper-renewal", daemon=True)
         self._thread.start()
@@ -85,10 +85,22 @@ class KeeperCrew:
         with self._lock:
             return dict(self._greetings)
 
+    def redirect(self, node_id: str, lost_peer: str, address: TransportAddress) -> None:
+        """Have the Keeper of ``node_id`` send to ``address`` what it would send to that of ``lost_peer``."""
+        keeper = self.handles().get(node_id)
+        if keeper is not None:
+            keeper.redirect.remote(lost_peer, address)
+
     def memory_errors(self) -> dict[str, str]:
         """Nodes whose newest Snapshot in memory has no replica, and why, as of the last renewal."""
         with self._lock:
             return {node: status.memory_error for node, status in self._statuses.items() if status.memory_error}
+
+    def leave_behind(self) -> None:
+        """The same Run will go on with another driver, from what the Keepers hold: `close` ends none of them, and they
+        expire if nobody comes."""
+        with self._lock:
+            self._is_left_behind = True
 
     def close(self) -> None:
         """The Run is over for this driver: Keepers remove their memory and end, those that are just starting too.
@@ -97,8 +109,8 @@ class KeeperCrew:
         self._thread.join(timeout=_CLOSE_S)
         with self._lock:
             self._lock.wait_for(lambda: self._num_starting == 0, timeout=_CLOSE_S)
-            self._is_dismissed = True
-            keepers = list(self._keepers.values())
+            self._is_dismissed = not self._is_left_behind
+            keepers = list(self._keepers.values()) if self._is_dismissed else []
         _dismiss(keepers)
 
     def _renew(self) -> None:

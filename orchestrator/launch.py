@@ -204,6 +204,9 @@ class _Driver:
                 durable_step=durable_step,
             )
             return controller.run()
+        except ray.exceptions.RayError:
+            crew.leave_behind()
+            raise
         finally:
             desk.close()
             request_resources(bundles=[])  # an autoscaler may let the nodes go

@@ -18,7 +18,7 @@ from orchestrator.node_watcher import NodeView
 from orchestrator.recorder import Recorder
 from orchestrator.replica_policy import assign_peers
 from storage.config import MemoryConfig
-from storage.keeper_protocol import KeeperGreeting
+from storage.keeper_protocol import KeeperGreeting, TransportAddress
 from workers.contract import Member, MemorySpec, OrderKind
 
 __all__ = ["MemorySetup"]
@@ -38,6 +38,8 @@ class Crew(Protocol):
 
     def memory_errors(self) -> Mapping[str, str]: ...
 
+    def redirect(self, node_id: str, lost_peer: str, address: TransportAddress) -> None: ...
+
 
 class MemorySetup:
     """One per driver; `arrange` comes before every Attempt."""
@@ -50,6 +52,8 @@ class MemorySetup:
         self._peers: dict[str, str | None] = {}
         self._said: tuple[object, ...] | None = None
         self._errors: dict[str, str] = {}
+        self._domains: dict[str, str | None] = {}
+        self._targets: dict[str, TransportAddress] = {}  # by member node: where its replicas go now
 
     def arrange(
         self,
@@ -78,6 +82,9 @@ class MemorySetup:
         )
         self._choice = decide_memory(self._config, facts)
         self._peers = peers if self._choice.mode == "replicated" else dict.fromkeys(ranks)
+        addresses = {node: greeting.address for node, greeting in greetings.items() if greeting.address is not None}
+        self._domains = domains
+        self._targets = {node: addresses[peer] for node, peer in self._peers.items() if peer in addresses}
         self._say()
         if self._config.mode == "on" and not self._choice.fits:
             text = f"checkpoint.memory.mode is on, but {self._choice.reason}; auto goes on with what fits"
@@ -101,6 +108,24 @@ class MemorySetup:
         if self._choice.mode == "own-only" and nodes & set(draining):
             return OrderKind.LEAVE  # what the node keeps goes with it
         return OrderKind.PART
+
+    def follow_keepers(self) -> None:
+        """Where a Keeper that takes replicas has died, have them sent to its successor, or to another one."""
+        living = {node: one.address for node, one in self._crew.greetings().items() if one.address is not None}
+        lost = [node for node, target in self._targets.items() if living.get(target.node_id) != target]
+        if not lost or not living:
+            return
+        others = assign_peers({node: self._domains.get(node) for node in living}, self._targets)
+        for node in lost:
+            named, target = self._peers[node], living.get(self._targets[node].node_id)
+            peer = others[node]
+            if target is None and peer is not None:
+                target = living[peer]
+            if named is None or target is None:
+                continue
+            self._targets[node] = target
+            self._crew.redirect(node, named, target)
+            _log.info("memory: replicas of node %s go to node %s now", node[:12], target.node_id[:12])
 
     def note_errors(self) -> None:
         """Say once what keeps Keepers from replicating; each change again."""

@@ -1,7 +1,8 @@
 """The ledger of what a Keeper holds in memory: own generations, replicas of peers', which are whole, which may go.
 
 Thread-safe, without threads or I/O of its own. Dropping follows the safe step alone: with step s of Attempt a safe,
-everything of older Attempts and everything of a before s goes. Only where room runs out is more given up (`give_way`).
+everything of older Attempts and everything of a before s goes. More is given up only where room runs out (`give_way`),
+and of a rank's replicas where newer ones come although none has become safe.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Generations:
                 return False
             coming = [other for other in self._incoming if (other.attempt, other.rank) == (ref.attempt, ref.rank)]
             steps = {other.step for other in coming} | {g.step for g in self._of(ref.attempt, ref.rank) if g.is_replica}
-            if len(steps - {ref.step}) >= _REPLICAS_PER_RANK:
+            if len(steps - {ref.step}) >= _REPLICAS_PER_RANK and not self._give_up_replica(ref):
                 raise StorageError(f"{where}: those of steps {sorted(steps)} are here and none of them may go yet")
             if sum(other.step == ref.step for other in coming) >= _ROOMS_PER_REPLICA:
                 raise StorageError(f"{where}: it is coming in already, {_ROOMS_PER_REPLICA} times")
@@ -338,6 +339,15 @@ class Generations:
             self._drop_buffer(g)
         if over:
             self._tell()
+
+    def _give_up_replica(self, ref: ReplicaRef) -> bool:
+        """Make room for a newer one where none is known to be safe, as while another rank's replicas fail: the oldest
+        stays, which may be whole everywhere without our knowing. False when ``ref`` is not the newest."""
+        replicas = sorted((g for g in self._of(ref.attempt, ref.rank) if g.is_replica), key=lambda g: g.step)
+        if len(replicas) < _REPLICAS_PER_RANK or replicas[-1].step > ref.step:
+            return False
+        self._remove([replicas[1]])
+        return True
 
     def _of(self, attempt: Attempt, rank: int) -> Iterator[Generation]:
         return (g for g in self._held if (g.attempt, g.rank) == (attempt, rank))

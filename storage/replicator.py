@@ -68,6 +68,7 @@ class Replicator:
         self._pace = None if self._bytes_per_s is None else Pace(self._bytes_per_s)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._moved: dict[str, TransportAddress] = {}
 
     def start(self) -> None:
         """From now on generations are worked at. Safe to repeat."""
@@ -78,6 +79,10 @@ class Replicator:
             for number, (name, loop) in enumerate(loops):
                 self._threads.append(threading.Thread(target=loop, name=f"keeper-{name}-{number}", daemon=True))
                 self._threads[-1].start()
+
+    def redirect(self, node_id: str, address: TransportAddress) -> None:
+        """What was to go to the Keeper of ``node_id``, which is gone, goes to ``address`` from now on."""
+        self._moved[node_id] = address
 
     def join(self, timeout_s: float) -> None:
         """The ledger is closed: wait for the threads' end."""
@@ -135,6 +140,7 @@ class Replicator:
         assert snapshot is not None
         assert snapshot.peer is not None
         assert ref is not None
+        peer = self._moved.get(snapshot.peer.node_id, snapshot.peer)
         path = self._arena.hold(snapshot.lease_id, Hold.READ)
         if path is None:
             return False
@@ -143,7 +149,7 @@ class Replicator:
             try:
                 ref = replace(ref, safe_step=self._generations.safe_step(ref.attempt))
                 self._send(
-                    snapshot.peer,
+                    peer,
                     self._key(),
                     ref,
                     descriptor,
@@ -156,7 +162,7 @@ class Replicator:
                 os.close(descriptor)
         finally:
             self._arena.release(snapshot.lease_id, Hold.READ)
-        logger.info("%s: replicated to node %s", generation.where, snapshot.peer.node_id[:12])
+        logger.info("%s: replicated to node %s", generation.where, peer.node_id[:12])
         return True
 
     def _deadline_s(self, num_bytes: int) -> float:

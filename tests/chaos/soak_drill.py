@@ -78,6 +78,7 @@ class Drill:
         self.course = Course()
         self.watch = Watch(os.getpid(), plan.run_id)
         self.processes: set[tuple[int, int]] = set()
+        self.node_ids: tuple[str, ...] = ()  # every node that ever was in the cluster, once that is closed
         self.exit_code: int | None = None
         self.struck: list[Struck] = []
 
@@ -103,12 +104,8 @@ class Drill:
             self._driver.close()
         ray.shutdown()
         self._cluster.close()
+        self.node_ids = self._cluster.started_node_ids
         self._log.close()
-
-    @property
-    def node_ids(self) -> tuple[str, ...]:
-        """Every node that ever was in the cluster."""
-        return self._cluster.started_node_ids
 
     # -- the run ----------------------------------------------------------------------------------------------------
 

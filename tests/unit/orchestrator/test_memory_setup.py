@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class Crew:
 
     def __init__(self, nodes: str, budget: int) -> None:
         self.errors: dict[str, str] = {}
+        self.redirected: list[tuple[str, str, str, int]] = []
         self.living = {node: self._greeting(node, budget) for node in nodes}
 
     @staticmethod
@@ -45,6 +47,9 @@ class Crew:
 
     def memory_errors(self) -> dict[str, str]:
         return self.errors
+
+    def redirect(self, node_id: str, lost_peer: str, address: TransportAddress) -> None:
+        self.redirected.append((node_id, lost_peer, address.node_id, address.port))
 
 
 class Bench:
@@ -168,3 +173,19 @@ def test_what_keeps_a_keeper_from_replicating_is_said_once_for_each_change() -> 
     bench.setup.note_errors()
     said = [(name, fields["node"], fields["reason"]) for name, fields in bench.events]
     assert said == [("memory_degraded", "a", "no route")] * 2
+
+
+def test_replicas_follow_a_keeper_to_its_successor_and_from_a_lost_node_to_another() -> None:
+    bench = Bench()
+    bench.arrange()
+    assert [bench.peer(node) for node in "abc"] == ["b", "c", "a"]
+    bench.setup.follow_keepers()
+    assert bench.crew.redirected == []
+    lost = bench.crew.living.pop("b")
+    bench.setup.follow_keepers()
+    bench.setup.follow_keepers()
+    assert bench.crew.redirected == [("a", "b", "c", ord("c"))]
+    successor = TransportAddress(node_id="c", host="127.0.0.1", port=7)
+    bench.crew.living |= {"b": lost, "c": replace(bench.crew.living["c"], address=successor)}
+    bench.setup.follow_keepers()
+    assert bench.crew.redirected[1:] == [("a", "b", "c", 7), ("b", "c", "c", 7)]

@@ -138,15 +138,25 @@ def test_the_word_of_a_late_rank_about_an_older_safe_step_changes_nothing(ledger
     assert [g.step for g in ledger.whole()] == [3, 4]
 
 
-def test_a_fourth_replica_of_a_rank_is_refused_until_one_may_go(ledger: Ledger) -> None:
+def test_a_fourth_replica_of_a_rank_takes_the_place_of_one_that_may_go(ledger: Ledger) -> None:
     for step in (1, 2, 3):
         assert ledger.begin_replica(ref(step))
         assert ledger.end_replica(ref(step), f"lease-{step}", "path")
-    with pytest.raises(StorageError, match=r"those of steps \[1, 2, 3\] are here"):
-        ledger.begin_replica(ref(4))
     assert ledger.begin_replica(ref(4, rank=1))
     assert ledger.begin_replica(ref(4, safe_step=2))
     assert ledger.dropped == [(1, 1, 0)]
+
+
+def test_replicas_that_never_become_safe_make_way_for_newer_ones_but_the_oldest_stays(ledger: Ledger) -> None:
+    for step in (2, 3, 5, 6, 7):
+        assert ledger.begin_replica(ref(step))
+        assert ledger.end_replica(ref(step), f"lease-{step}", "path")
+    assert [g.step for g in ledger.whole()] == [2, 6, 7]
+    with pytest.raises(StorageError, match=r"those of steps \[2, 6, 7\] are here"):
+        ledger.begin_replica(ref(4))
+    assert ledger.begin_replica(ref(8))
+    with pytest.raises(StorageError, match=r"those of steps \[2, 7, 8\] are here"):
+        ledger.begin_replica(ref(9))  # two that are here and one that is coming
 
 
 def test_a_replica_that_is_here_is_not_asked_for_again_and_two_may_come_at_once(ledger: Ledger) -> None:
