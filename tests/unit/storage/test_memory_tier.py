@@ -271,21 +271,6 @@ def test_a_peer_without_room_refuses_with_sizes_and_training_goes_on(bench: Memo
     assert (progress.replicated_step, progress.last_error, a.status().memory_error) == (4, None, None)
 
 
-def test_replicas_for_a_keeper_that_is_gone_go_where_it_is_told(bench: MemoryBench) -> None:
-    a, b, c = bench.keeper("a"), bench.keeper("b"), bench.keeper("c")
-    peer, other = b.greet().address, c.greet().address
-    assert peer is not None
-    assert other is not None
-    b.close()
-    keep(a, arrays(1), step=1, peer=peer)
-    progress = a.wait_replicated(FIRST, 0, 1, WAIT_S)
-    assert (progress.sealed_step, progress.replicated_step) == (1, -1)
-    a.memory.redirect(peer.node_id, other)
-    keep(a, arrays(2), step=2, peer=peer)
-    assert a.wait_replicated(FIRST, 0, 2, WAIT_S).replicated_step == 2
-    assert steps(c, is_replica=True) == [(1, 2)]
-
-
 def test_a_node_without_room_leaves_the_snapshot_out_and_says_so(bench: MemoryBench) -> None:
     keeper = bench.keeper("a", generation_budget_bytes=4 << 20)
     assert keep(keeper, arrays(1), step=1) is not None

@@ -1,0 +1,32 @@
+"""Replicas go where the driver says when the Keeper that they were for has died. Real Keepers and TCP in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.memory_bench import FIRST, WAIT_S, MemoryBench, arrays, keep, steps
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[MemoryBench]:
+    bench = MemoryBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def test_replicas_for_a_keeper_that_is_gone_go_where_it_is_told(bench: MemoryBench) -> None:
+    a, b, c = bench.keeper("a"), bench.keeper("b"), bench.keeper("c")
+    peer, other = b.greet().address, c.greet().address
+    assert peer is not None
+    assert other is not None
+    b.close()
+    keep(a, arrays(1), step=1, peer=peer)
+    progress = a.wait_replicated(FIRST, 0, 1, WAIT_S)
+    assert (progress.sealed_step, progress.replicated_step) == (1, -1)
+    a.memory.redirect(peer.node_id, other)
+    keep(a, arrays(2), step=2, peer=peer)
+    assert a.wait_replicated(FIRST, 0, 2, WAIT_S).replicated_step == 2
+    assert steps(c, is_replica=True) == [(1, 2)]
