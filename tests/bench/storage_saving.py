@@ -38,6 +38,7 @@ __all__ = ["stored_bytes", "throughput", "training_stall"]
 RUN = "bench"
 ATTEMPT = Attempt(number=1, nonce="0badcafe")
 FLUSH_S = 300.0
+LINK_ZSTD_LEVEL = 9  # slow: the codec at its usual level leaves such a link far behind
 Tensors = dict[str, torch.Tensor]
 
 
@@ -154,15 +155,16 @@ def throughput(scratch: Path, megabytes: int) -> list[Figure]:
                     raise SystemExit(f"a save was not stored within {FLUSH_S:g} s")
                 spans.append(time.perf_counter() - started)
         # The server keeps up with half of what it takes at full speed while the codec has the rest of the machine.
-        pace = min(len(encoded) / encode_s, len(encoded) / min(put_s) / 2)
-        over_link = _over_a_link(scratch, endpoint, torch.cat([values] * 4), config, pace)
+        over_link = _over_a_link(scratch, endpoint, torch.cat([values] * 4), len(encoded) / min(put_s) / 2)
     rates = {"codec": raw_bytes / encode_s, "s3fs put": raw_bytes / min(put_s)}
     return [_against_the_slower("encode and upload", raw_bytes, min(spans), rates), over_link]
 
 
-def _over_a_link(scratch: Path, endpoint: str, values: torch.Tensor, config: CheckpointConfig, pace: float) -> Figure:
-    """One rank's Shard to the server behind a link that carries ``pace`` bytes a second up."""
+def _over_a_link(scratch: Path, endpoint: str, values: torch.Tensor, most_bytes_per_s: float) -> Figure:
+    """One rank's Shard to the server behind a link about as fast as the codec, so that neither half hides the other."""
+    config = CheckpointConfig(zstd_level=LINK_ZSTD_LEVEL, local_disk={"mode": "off"})  # type: ignore[arg-type]
     encoded, encode_s = _encoded(values, config)
+    pace = min(len(encoded) / encode_s, most_bytes_per_s)
     link = PacedProxy(scratch, int(endpoint.rpartition(":")[2]), pace).start()
     os.environ["AWS_ENDPOINT_URL"] = link.endpoint
     try:
@@ -181,7 +183,9 @@ def _over_a_link(scratch: Path, endpoint: str, values: torch.Tensor, config: Che
         os.environ["AWS_ENDPOINT_URL"] = endpoint
         link.stop()
     rates = {"codec": values.nbytes / encode_s, "s3fs put": values.nbytes / min(put_s)}
-    return _against_the_slower(f"one Shard over {pace / 1e6:.0f} MB/s", values.nbytes, min(spans), rates)
+    return _against_the_slower(
+        f"one Shard over {pace / 1e6:.0f} MB/s, zstd {LINK_ZSTD_LEVEL}", values.nbytes, min(spans), rates
+    )
 
 
 def _encoded(values: torch.Tensor, config: CheckpointConfig) -> tuple[bytes, float]:
