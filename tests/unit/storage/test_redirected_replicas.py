@@ -1,4 +1,4 @@
-"""Replicas go where the driver says when the Keeper that they were for has died. Real Keepers and TCP in one process."""
+"""Replicas go where the driver says once their Keeper has died. Real Keepers and TCP in one process."""
 
 from __future__ import annotations
 
