@@ -31,6 +31,7 @@ __all__ = ["Aftermath"]
 
 _log = logging.getLogger(__name__)
 _LAST_WORD_S = 5.0
+_LAST_SAVE_S = 10.0
 
 
 class Aftermath:
@@ -148,6 +149,10 @@ class Aftermath:
             self._recorder.emit("window_skipped", step=window.step, place=window.place, samples=window.samples)
         if is_outage(end.fault) and isinstance(decision, Regroup):
             return self._store.loading_failed(end.fault.detail) or decision
+        if isinstance(decision, Stop) and not end.facts.lost_nodes and self._coordinator.pending():
+            # All that a later driver can go on from: a save that every rank handed over is worth a moment.
+            self._store.wait_settled(None, _LAST_SAVE_S)
+            self._store.take_signals()
         return decision
 
     def _failures_by_node(self, end: Broken) -> list[tuple[str, NodeFailure]]:

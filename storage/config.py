@@ -71,7 +71,7 @@ class MemoryConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["auto", "on", "off"] = Field(
-        "off", description="auto: as much of it as fits, what does not is said; on: refuse to start where it does not"
+        "auto", description="auto: as much of it as fits, what does not is said; on: refuse to start where it does not"
     )
     every_steps: int | None = Field(
         None, ge=1, description="a Snapshot in memory every so many steps; null: as often as max_slowdown allows"

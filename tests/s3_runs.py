@@ -116,7 +116,8 @@ class RunSetup:
                 "micro_batch": 1,
                 "validation_fraction": 0,
             },
-            "checkpoint": {"every_steps": 5, "keep": 100},
+            # Without the memory Tier, whose Snapshots would be gone on from: here it is the store that is looked at.
+            "checkpoint": {"every_steps": 5, "keep": 100, "memory": {"mode": "off"}},
         } | self.config
 
     @property

@@ -173,7 +173,8 @@ def test_an_error_that_is_retried_resumes_in_the_same_processes_to_the_same_weig
     )
     assert ended.exit_code is ExitCode.SUCCESS, ended.finish
     attempts = ended.named("attempt_started")
-    assert [(a["cause"], a["restored_step"]) for a in attempts] == [("start", 0), ("user-error", EVERY_STEPS)]
+    assert [a["cause"] for a in attempts] == ["start", "user-error"]
+    assert EVERY_STEPS <= attempts[1]["restored_step"] < BAD_STEP
     assert "rank 1" in ended.named("fault")[0]["detail"]
     pids = {event["pid"] for event in ended.named("worker_ready")}
     assert len(ended.named("worker_ready")) == len(pids) == 2, "a worker process was replaced"
