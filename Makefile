@@ -7,10 +7,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CHAOS ?= kill-node@40,add-node@80
 PYTEST_ARGS ?=
+KILLS ?= 5
+FAULTS ?= 200
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install install-dev run test test-full lint check format bench bench-recovery bench-stall bench-storage bench-codec bench-commit clean
+.PHONY: help install install-dev run test test-full lint check format bench bench-recovery bench-phases bench-replication bench-stall bench-storage bench-codec bench-commit soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -26,6 +28,10 @@ $(VENV)/.installed: pyproject.toml .ci/install
 $(VENV)/.installed-dev: pyproject.toml .ci/install
 	PYTHON="$(PYTHON)" .ci/install "$(VENV)" '.[dev]'
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-bench: pyproject.toml .ci/install
+	PYTHON="$(PYTHON)" .ci/install "$(VENV)" '.[dev,bench]'
+	@touch $(VENV)/.installed $(VENV)/.installed-dev $@
 
 run: install ## main job: 4 local nodes, one killed and one added while it trains
 	$(BIN)/raysume run clusters/local/run.yaml --local-nodes 4 --chaos $(CHAOS)
@@ -51,8 +57,17 @@ format: install-dev ## apply the formatter and the safe lint fixes
 
 bench: bench-recovery bench-stall bench-storage ## every bench; on an idle machine
 
-bench-recovery: install ## node SIGKILL to the first new step, by phase
+bench-recovery: $(VENV)/.installed-bench ## recovery beside Ray Train and torchft: about forty minutes; KILLS=5
+	$(BIN)/python -m tests.bench.bench_peers --kills $(KILLS)
+
+bench-phases: install-dev ## where the time of our own recovery goes
 	$(BIN)/python -m tests.bench.bench_recovery
+
+bench-replication: install-dev ## what a replica costs in CPU and time, beside Ray's object store
+	$(BIN)/python -m tests.bench.replication
+
+soak: install-dev ## FAULTS=200 seeded faults on one local cluster, then every invariant
+	$(BIN)/python -m tests.chaos.soak --faults $(FAULTS)
 
 bench-stall: install-dev ## what a save costs when every upload takes 20 s longer
 	$(BIN)/python -m tests.bench.bench_stall
