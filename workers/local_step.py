@@ -51,6 +51,9 @@ def _step_on_parts(optimizer: optim.Optimizer) -> None:
         stepped, optimizer.state = optimizer.state, state
         for group, params in zip(groups, wholes, strict=True):
             group["params"] = params
+        for whole, part in parts.items():
+            if part is not whole:
+                part.grad = None  # it would keep the gradients' memory until the next step
     for whole, part in parts.items():
         for key, value in stepped.get(part, {}).items():
             if key not in state[whole] or _part(state[whole][key]) is not value:

@@ -54,6 +54,8 @@ def test_parameters_and_state_are_those_of_the_ordinary_step(mesh: DeviceMesh, n
     assert all(group["params"] is params for group, params in zip(by_local.param_groups, lists, strict=True))
     for mine, theirs in zip(local.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+        with torch.no_grad():
+            assert mine.to_local().grad is None
         assert_same_state(by_local.state[mine], by_plain.state[theirs])
 
 
