@@ -100,7 +100,8 @@ class GenerationWriter:
     def is_left_out(self, step: int) -> bool:
         """Whether this rank has no generation of ``step`` and will not get one."""
         with self._changed:
-            return step in self._left_out
+            is_left_out = step in self._left_out
+        return is_left_out or self._replicas.is_lost(step)
 
     def close(self, timeout_s: float) -> bool:
         """Let go of every tensor. False when a copy did not end in time. The threads end after their last call."""

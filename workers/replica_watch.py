@@ -9,7 +9,7 @@ from collections import deque
 from typing import Final
 
 from storage.errors import StorageError
-from storage.keeper_protocol import LeaseRequest, MemoryPort
+from storage.keeper_protocol import LeaseRequest, MemoryPort, MemoryProgress
 
 __all__ = ["ReplicaWatch"]
 
@@ -28,6 +28,7 @@ class ReplicaWatch:
         self._changed = threading.Condition()
         self._unproven: deque[LeaseRequest] = deque(maxlen=_NUM_WATCHED)
         self._replicated: deque[int] = deque(maxlen=_REMEMBERED)
+        self._lost: deque[int] = deque(maxlen=_REMEMBERED)
         self._is_closing = False
         self._has_said = False
         self._thread = threading.Thread(target=self._run, name=f"{name}-replicas", daemon=True)
@@ -46,35 +47,48 @@ class ReplicaWatch:
         with self._changed:
             return step in self._replicated
 
+    def is_lost(self, step: int) -> bool:
+        """Whether the generation of ``step`` died with its Keeper: the one that answers now was never given it."""
+        with self._changed:
+            return step in self._lost
+
     def close(self) -> None:
         """The thread ends after its last call."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, after `close`."""
+        self._thread.join(timeout_s)
+
     def _run(self) -> None:
         while (request := self._next()) is not None:
             asked_at = time.monotonic()
-            proven = self._ask(request)
+            progress = self._ask(request)
+            proven = -1 if progress is None else progress.replicated_step
             with self._changed:
-                if proven >= request.step and request in self._unproven:
+                is_lost = progress is not None and progress.sealed_step < request.step
+                if (is_lost or proven >= request.step) and request in self._unproven:
                     self._unproven.remove(request)
+                if is_lost:
+                    self._lost.append(request.step)
                 if proven == request.step:  # of one that was overtaken it is not known
                     self._replicated.append(proven)
-                elif proven < request.step and time.monotonic() - asked_at < _AWAY_S:
+                elif not is_lost and proven < request.step and time.monotonic() - asked_at < _AWAY_S:
                     self._changed.wait_for(lambda: self._is_closing, _AWAY_S)
 
-    def _ask(self, request: LeaseRequest) -> int:
-        """The newest step that is known to have its replica; -1: none."""
+    def _ask(self, request: LeaseRequest) -> MemoryProgress | None:
+        """How far the Keeper is; None: it does not say."""
         try:
             progress = self._keeper.wait_replicated(request.attempt, request.rank, request.step, _WATCH_S)
         except StorageError as error:
             if not self._has_said:
                 _log.warning("%s step %d: its replica is not known of: %s", self._name, request.step, error)
             self._has_said = True
-            return -1
+            return None
         self._has_said = False
-        return progress.replicated_step
+        return progress
 
     def _next(self) -> LeaseRequest | None:
         with self._changed:
