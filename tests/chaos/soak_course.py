@@ -75,12 +75,11 @@ class Course:
         last_s = max(float(deed["t_s"]) for deed in deeds)
         victims = self._victims([deed for deed in deeds if not (is_given_up and deed["verb"] in _MAY_BE_IDLE)])
         must_change = {deed["verb"] for deed in deeds} & (_NEEDS_NEW_ATTEMPT - (_MAY_BE_IDLE if is_given_up else set()))
+        # A victim that was ready and no member yet may still be taken in, dead or starving.
+        hurt = [number for number, members in self._members_of.items() if number >= attempt and victims & set(members)]
+        whole = max([attempt - 1, *hurt, *([attempt] if must_change else [])]) + 1
         for event in events:
-            if event["event"] != "step" or float(event["finished_s"]) <= last_s:
-                continue
-            number = int(event["attempt"])
-            is_hurt = bool(victims & set(self._members_of[number])) or (bool(must_change) and number == attempt)
-            if not is_hurt:
+            if event["event"] == "step" and float(event["finished_s"]) > last_s and int(event["attempt"]) >= whole:
                 first_s = min(float(deed["t_s"]) for deed in deeds)
                 return self._cost(events, deeds, attempt, event, recovery_s=float(event["finished_s"]) - first_s)
         return None

@@ -34,9 +34,11 @@ __all__ = ["NUM_NODES", "Drill", "SoakBroken", "Struck"]
 
 NUM_NODES = 4
 SCRIPT = Path(__file__).with_name("soak_script.py")
+_HARMLESS = frozenset({ChaosVerb.KILL_KEEPER, ChaosVerb.SLOW_NODE})
 _START_S = 180.0
 _RECOVERY_S = 150.0
 _IDLE_S = 20.0  # within which a starved or interrupted worker shows it
+_LATE_S = 3.0  # within which a victim that was no member yet may be made one
 _REJOIN_S = 15.0
 _PHASE_S = 40.0
 _GROUPS_S = 60.0
@@ -170,7 +172,8 @@ class Drill:
         while True:
             self._pump()
             outcome = course.outcome(since, attempt, is_given_up=time.monotonic() - begun_s > _IDLE_S)
-            if outcome is not None:
+            waited_s = time.monotonic() - begun_s
+            if outcome is not None and (outcome.causes or waited_s > _LATE_S or set(strike.verbs) <= _HARMLESS):
                 return outcome
             if are_all_refused:
                 return Outcome(
