@@ -31,7 +31,7 @@ from tests.chaos.soak_invariants import Violation, check_growth, check_history, 
 from tests.chaos.soak_plan import STEPS_PER_FAULT, WEIGHTS, Strike, draw_strikes
 from tests.runs import Run, RunResult, make_run, write_rows
 
-_S_PER_FAULT = 20.0
+_S_PER_FAULT = 10.0
 _END_S_PER_STEP = 1.0
 _SETTINGS: dict[str, dict[str, Any]] = {
     "world": {

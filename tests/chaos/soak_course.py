@@ -72,7 +72,8 @@ class Course:
         deeds = [event for event in events if event["event"] == "chaos"]
         if not deeds or not self._has_ended(deeds):
             return None
-        last_s = max(float(deed["t_s"]) for deed in deeds)
+        # What ends a fault is none of its own: a drain is recovered from before its notice is over.
+        last_s = max(float(deed["t_s"]) for deed in deeds if deed["verb"] in set(ChaosVerb))
         victims = self._victims([deed for deed in deeds if not (is_given_up and deed["verb"] in _MAY_BE_IDLE)])
         must_change = {deed["verb"] for deed in deeds} & (_NEEDS_NEW_ATTEMPT - (_MAY_BE_IDLE if is_given_up else set()))
         # A victim that was ready and no member yet may still be taken in, dead or starving.
