@@ -112,14 +112,14 @@ def test_a_step_that_a_killed_workers_attempt_still_made_is_no_recovery() -> Non
     assert (outcome.recovery_s, outcome.tier, outcome.lost_steps, outcome.world_size) == (2.0, "peer-memory", 1, 1)
 
 
-def test_a_drain_is_over_when_its_node_is_gone_and_a_join_is_no_part_of_the_damage() -> None:
+def test_a_drain_is_over_when_its_node_is_gone_and_costs_what_its_leave_did() -> None:
     course = course_of(deed("drain-node", 10.0), attempt(2, "w2", cause="preemption"), step(2, 6, 10.9))
     assert course.outcome(0, 1, is_given_up=False) is None
     for event in (deed("drain-deadline", 13.0), attempt(3, "w2", "w3", cause="join", lost=3), step(3, 7, 13.5)):
         course.take_in(event)
     outcome = course.outcome(0, 1, is_given_up=False)
     assert outcome is not None
-    assert (outcome.causes, outcome.lost_steps) == (("preemption", "join"), 0)
+    assert (outcome.causes, outcome.lost_steps, outcome.recovery_s) == (("preemption",), 0, pytest.approx(0.9))
 
 
 def test_hunger_that_nobody_feels_is_given_up_and_said_but_a_killed_worker_is_waited_for() -> None:
