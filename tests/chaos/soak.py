@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 import sys
@@ -69,6 +70,8 @@ class Report:
     strikes: list[dict[str, Any]] = field(default_factory=list)
     recovery_s: dict[str, dict[str, float]] = field(default_factory=dict)
     growths: list[str] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    shm_mb: list[float] = field(default_factory=list)
     loss_apart: float | None = None
     violations: list[Violation] = field(default_factory=list)
     wall_s: float = 0.0
@@ -131,6 +134,8 @@ def _soak(folder: Path, report: Report, strikes: Sequence[Strike], until_s: floa
     finally:
         for node_id in drill.node_ids:
             remove_leftovers(disk, plan.run_id, node_id)  # what should not be there has been told
+    report.samples = [asdict(sample) for sample in drill.watch.samples]
+    report.shm_mb = drill.watch.shm_mb
     report.growths = [str(growth) for growth in drill.watch.growths()]
     report.recovery_s = _percentiles(drill.struck)
     report.violations += check_growth(drill.watch.growths())
@@ -238,7 +243,8 @@ def _print_table(report: Report) -> None:
         f"\n{num_struck} faults in {report.wall_s:.0f} s; {sum(lost)} steps lost, at most {max(lost, default=0)} each"
     )
     print(f"losses: {apart}; seed {report.seed}, {report.num_steps} steps")
-    print(*report.growths, sep="\n")
+    # Those of single processes are in the JSON.
+    print(*(line for line in report.growths if not re.match(r"\w+ \d+:", line)), sep="\n")
 
 
 if __name__ == "__main__":
