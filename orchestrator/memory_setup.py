@@ -7,6 +7,7 @@ each change. What Keepers hold is not seen here.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from workers.contract import Member, MemorySpec, OrderKind
 __all__ = ["MemorySetup"]
 
 _log = logging.getLogger(__name__)
+_NUMBER = re.compile(r"\d+")
 
 
 class Crew(Protocol):
@@ -133,7 +135,7 @@ class MemorySetup:
             return
         errors = dict(self._crew.memory_errors())
         for node, reason in errors.items():
-            if self._errors.get(node) != reason:
+            if _without_numbers(self._errors.get(node)) != _without_numbers(reason):
                 _log.warning("memory: node %s: %s", node[:12], reason)
                 self._recorder.emit("memory_degraded", node=node, reason=reason)
         self._errors = errors
@@ -155,3 +157,8 @@ class MemorySetup:
             peers=peers,
             reason=choice.reason,
         )
+
+
+def _without_numbers(reason: str | None) -> str | None:
+    """The same trouble of a later step is not a new one."""
+    return None if reason is None else _NUMBER.sub("#", reason)

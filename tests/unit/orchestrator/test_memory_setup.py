@@ -164,15 +164,16 @@ def test_without_replicas_a_node_that_goes_away_takes_its_snapshots_along() -> N
 
 def test_what_keeps_a_keeper_from_replicating_is_said_once_for_each_change() -> None:
     bench = Bench()
-    bench.crew.errors = {"a": "no route"}
+    bench.crew.errors = {"a": "step 7: no route"}
     bench.setup.note_errors()
+    bench.crew.errors = {"a": "step 12: no route"}
     bench.setup.note_errors()
     bench.crew.errors = {}
     bench.setup.note_errors()
     bench.crew.errors = {"a": "no route"}
     bench.setup.note_errors()
     said = [(name, fields["node"], fields["reason"]) for name, fields in bench.events]
-    assert said == [("memory_degraded", "a", "no route")] * 2
+    assert said == [("memory_degraded", "a", "step 7: no route"), ("memory_degraded", "a", "no route")]
 
 
 def test_replicas_follow_a_keeper_to_its_successor_and_from_a_lost_node_to_another() -> None:
