@@ -13,7 +13,7 @@ from orchestrator.chaos import ChaosAction, ChaosPhase, ChaosVerb
 
 __all__ = ["STEPS_PER_FAULT", "WEIGHTS", "Strike", "draw_strikes"]
 
-STEPS_PER_FAULT = 20
+STEPS_PER_FAULT = 16
 WEIGHTS = {
     ChaosVerb.KILL_NODE: 5,
     ChaosVerb.KILL_WORKER: 5,

@@ -21,7 +21,9 @@ from tests.chaos.soak_watch import growth_of
 from tests.runs import ROOT
 
 NUM_FAULTS = 10
-SEED = 4
+SEED = 6
+# A killed driver's Lease must run out first, which takes longer than all of these; see test_driver_kill.
+VERBS = [verb for verb in WEIGHTS if verb not in (ChaosVerb.KILL_DRIVER, ChaosVerb.KILL_COORDINATOR)]
 
 
 @pytest.mark.timeout(400)
@@ -30,7 +32,7 @@ def test_a_run_outlives_ten_faults_and_has_nothing_to_show_for_them(tmp_path: Pa
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tests.chaos.soak", "--faults", str(NUM_FAULTS), "--seed", str(SEED)),
-            *("--json", str(found), "--keep", str(tmp_path / "soak")),
+            *("--verbs", ",".join(VERBS), "--json", str(found), "--keep", str(tmp_path / "soak")),
         ],
         cwd=ROOT,
         capture_output=True,
