@@ -91,13 +91,12 @@ class Groups:
         self.start_sum(torch.zeros((), device=self._device)).wait()
 
     def cut(self) -> None:
-        """End calls that still wait although the groups are closed: for a machine that has vanished without a word.
-
-        Only for calls that wait already: gloo can lose one that begins just then, which `close` does not do to it.
+        """End calls that still wait although the groups are closed, and a `close` that waits for them: for a machine
+        that has vanished without a word. Only for calls that wait already: gloo can lose one that begins just then.
         """
-        with self._lock:
-            wires, self._wires = self._wires, None
-            is_joining = not self._is_joined
+        # Without the lock, which a close that waits holds.
+        wires, self._wires = self._wires, None
+        is_joining = not self._is_joined
         if wires is not None:
             if is_joining:
                 wires.note()  # whatever is there by now

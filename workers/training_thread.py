@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -33,6 +34,13 @@ _FLUSH_S = 30.0
 _FLUSH_FAILED_S = 1.0
 _COURIER_CLOSE_S = 5.0
 _PATIENCE_S = 0.25  # within which a collective ends by its groups' close, unless a member has vanished
+
+
+def _have_ended(threads: list[threading.Thread], timeout_s: float) -> bool:
+    until = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 class TrainingThread:
@@ -90,14 +98,15 @@ class TrainingThread:
         process."""
         self._is_abandoned.set()
         self._parts.stager.cancel()
-        self._groups.close()
-        if self._thread.ident is not None:
-            self._thread.join(min(_PATIENCE_S, timeout_s))
-            if self._thread.is_alive():
-                self._groups.cut()
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return False
+        # On a thread of its own: gloo closes a group when its calls have ended, and one that waits for a machine that
+        # has vanished does not.
+        closing = threading.Thread(target=self._groups.close, name=f"close-{self.attempt.label}", daemon=True)
+        closing.start()
+        threads = [closing] if self._thread.ident is None else [closing, self._thread]
+        if not _have_ended(threads, min(_PATIENCE_S, timeout_s)):
+            self._groups.cut()
+            if not _have_ended(threads, timeout_s):
+                return False
         gc.collect()
         return self._model is None or self._model() is None
 
