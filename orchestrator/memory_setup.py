@@ -55,6 +55,7 @@ class MemorySetup:
         self._said: tuple[object, ...] | None = None
         self._errors: dict[str, str] = {}
         self._domains: dict[str, str | None] = {}
+        self._budgets: dict[str, int] = {}  # of every Keeper that ever was
         self._targets: dict[str, TransportAddress] = {}  # by member node: where its replicas go now
 
     def arrange(
@@ -75,11 +76,13 @@ class MemorySetup:
             if greeting.address is not None
         }
         ranks = Counter(member.node_id for member in members)
+        # A member's Keeper may have died just now: its successor on that node has as much to give.
+        self._budgets |= {node: greeting.budget_bytes for node, greeting in greetings.items()}
         peers = assign_peers(domains, ranks, leaving=draining)
         facts = MemoryFacts(
             state_bytes=state_bytes,
             ranks=ranks,
-            budgets={node: greeting.budget_bytes for node, greeting in greetings.items()},
+            budgets={node: self._budgets[node] for node in {*ranks, *greetings} if node in self._budgets},
             peers=peers,
         )
         self._choice = decide_memory(self._config, facts)

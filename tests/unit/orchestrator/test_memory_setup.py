@@ -190,3 +190,11 @@ def test_replicas_follow_a_keeper_to_its_successor_and_from_a_lost_node_to_anoth
     bench.crew.living |= {"b": lost, "c": replace(bench.crew.living["c"], address=successor)}
     bench.setup.follow_keepers()
     assert bench.crew.redirected[1:] == [("a", "b", "c", 7), ("b", "c", "c", 7)]
+
+
+def test_a_keeper_that_has_just_died_neither_ends_the_run_nor_the_memory_tier() -> None:
+    bench = Bench(mode="on")
+    assert bench.arrange() is None
+    del bench.crew.living["b"]
+    assert bench.arrange() is None
+    assert [bench.peer(node) for node in "abc"] == ["c", "a", "a"]
