@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from orchestrator.decisions import Stop
@@ -25,6 +26,7 @@ from workers.contract import Member, MemorySpec, OrderKind
 __all__ = ["MemorySetup"]
 
 _log = logging.getLogger(__name__)
+_SETTLED_S = 5.0
 _NUMBER = re.compile(r"\d+")
 
 
@@ -46,14 +48,24 @@ class Crew(Protocol):
 class MemorySetup:
     """One per driver; `arrange` comes before every Attempt."""
 
-    def __init__(self, config: MemoryConfig, crew: Crew, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        config: MemoryConfig,
+        crew: Crew,
+        recorder: Recorder,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._crew = crew
         self._recorder = recorder
         self._choice = MemoryChoice(mode="off", reason="no World yet")
         self._peers: dict[str, str | None] = {}
         self._said: tuple[object, ...] | None = None
-        self._errors: dict[str, str] = {}
+        self._monotonic = monotonic
+        # By node, without the numbers in it: the same trouble of a later step is no new one.
+        self._troubles: dict[str, tuple[str, float]] = {}  # and since when
+        self._said_errors: dict[str, str] = {}
         self._domains: dict[str, str | None] = {}
         self._budgets: dict[str, int] = {}  # of every Keeper that ever was
         self._targets: dict[str, TransportAddress] = {}  # by member node: where its replicas go now
@@ -133,15 +145,22 @@ class MemorySetup:
             _log.info("memory: replicas of node %s go to node %s now", node[:12], target.node_id[:12])
 
     def note_errors(self) -> None:
-        """Say once what keeps Keepers from replicating; each change again."""
+        """Say once what keeps Keepers from replicating; each change again, once it has stayed for a while: what a lost
+        node leaves unsent is part of its loss."""
         if self._config.mode == "off":
             return
-        errors = dict(self._crew.memory_errors())
-        for node, reason in errors.items():
-            if _without_numbers(self._errors.get(node)) != _without_numbers(reason):
+        errors = {node: (_NUMBER.sub("#", reason), reason) for node, reason in self._crew.memory_errors().items()}
+        now = self._monotonic()
+        for node, (kind, reason) in errors.items():
+            known, since = self._troubles.get(node, ("", now))
+            self._troubles[node] = (kind, since if kind == known else now)
+            if self._said_errors.get(node) != kind and now - self._troubles[node][1] >= _SETTLED_S:
                 _log.warning("memory: node %s: %s", node[:12], reason)
                 self._recorder.emit("memory_degraded", node=node, reason=reason)
-        self._errors = errors
+                self._said_errors[node] = kind
+        for gone in (self._troubles.keys() | self._said_errors.keys()) - errors.keys():
+            self._troubles.pop(gone, None)
+            self._said_errors.pop(gone, None)
 
     def _say(self) -> None:
         choice = self._choice
@@ -160,8 +179,3 @@ class MemorySetup:
             peers=peers,
             reason=choice.reason,
         )
-
-
-def _without_numbers(reason: str | None) -> str | None:
-    """The same trouble of a later step is not a new one."""
-    return None if reason is None else _NUMBER.sub("#", reason)

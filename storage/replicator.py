@@ -173,5 +173,5 @@ class Replicator:
         reason = f"{generation.where}: no replica: {type(error).__name__}: {error}"
         number = generation.num_failures
         retry_s = self._retry_s[number] if number < len(self._retry_s) else None
-        logger.warning("%s", reason)
+        logger.info("%s", reason)  # the driver says it, if it lasts
         self._generations.set_failed(generation, reason, None if retry_s is None else time.monotonic() + retry_s)

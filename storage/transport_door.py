@@ -129,7 +129,8 @@ class Door:
         except BlockingIOError:
             return
         except OSError as error:
-            self._turn_away(guest, f"the connection broke: {error}")
+            logger.debug("transport: a connection broke: %s", error)
+            self._let_go(guest)
 
     def _challenge(self, guest: _Guest) -> None:
         if guest.received[: len(MAGIC)] != MAGIC:

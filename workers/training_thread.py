@@ -16,7 +16,7 @@ from collections.abc import Callable
 from torch import nn
 
 from storage.keys import Attempt
-from workers.contract import AttemptSpec, CoordinatorPort, FailureCause, Outcome, OutcomeKind, Phase
+from workers.contract import AttemptSpec, CauseKind, CoordinatorPort, FailureCause, Outcome, OutcomeKind, Phase
 from workers.courier import Courier
 from workers.errors import AttemptAbandoned, LoopMisused
 from workers.failure_cause import cause_of
@@ -164,7 +164,12 @@ class TrainingThread:
             loaded=None if restore is None else restore.source,
             is_abandoned=self._is_abandoned.is_set(),
         )
-        _log.error("rank %d, step %d: %s: %s: %s", cause.rank, cause.step, cause.kind, cause.error_type, cause.message)
+        # What others' trouble looks like from here is not worth a line on the driver's terminal.
+        is_echo = cause.kind in (CauseKind.ABANDONED, CauseKind.COLLECTIVE)
+        level = logging.INFO if is_echo else logging.ERROR
+        _log.log(
+            level, "rank %d, step %d: %s: %s: %s", cause.rank, cause.step, cause.kind, cause.error_type, cause.message
+        )
         return cause
 
     def _close_courier(self, *, is_failed: bool) -> None:

@@ -57,7 +57,9 @@ class Bench:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.recorder = Recorder(self, start_unix_s=0.0)
         self.crew = Crew(nodes, budget)
-        self.setup = MemorySetup(MemoryConfig(**{"mode": "auto", **config}), self.crew, self.recorder)
+        self.now_s = 0.0
+        settings = MemoryConfig(**{"mode": "auto", **config})
+        self.setup = MemorySetup(settings, self.crew, self.recorder, monotonic=lambda: self.now_s)
         self.nodes = {node: NodeView(node_id=node, is_alive=True, resources={}) for node in nodes}
         self.members = tuple(Member(rank=rank, worker_id=f"w{rank}", node_id=node) for rank, node in enumerate(nodes))
 
@@ -162,18 +164,25 @@ def test_without_replicas_a_node_that_goes_away_takes_its_snapshots_along() -> N
     assert bench.setup.leave_kind(bench.members, {"b"}) is OrderKind.LEAVE
 
 
-def test_what_keeps_a_keeper_from_replicating_is_said_once_for_each_change() -> None:
+def test_what_keeps_a_keeper_from_replicating_is_said_once_it_lasts_and_once_for_each_change() -> None:
     bench = Bench()
-    bench.crew.errors = {"a": "step 7: no route"}
-    bench.setup.note_errors()
-    bench.crew.errors = {"a": "step 12: no route"}
-    bench.setup.note_errors()
-    bench.crew.errors = {}
-    bench.setup.note_errors()
-    bench.crew.errors = {"a": "no route"}
-    bench.setup.note_errors()
+
+    def look(errors: dict[str, str], after_s: float) -> None:
+        bench.now_s += after_s
+        bench.crew.errors = errors
+        bench.setup.note_errors()
+
+    look({"a": "step 5: the peer was lost"}, 0.0)
+    look({}, 4.0)
+    look({"a": "step 7: no route"}, 1.0)
+    look({"a": "step 12: no route"}, 6.0)
+    assert [fields["reason"] for _, fields in bench.events] == ["step 12: no route"]
+    look({"a": "step 13: no route"}, 60.0)
+    look({}, 1.0)
+    look({"a": "no route"}, 1.0)
+    look({"a": "no route"}, 5.0)
     said = [(name, fields["node"], fields["reason"]) for name, fields in bench.events]
-    assert said == [("memory_degraded", "a", "step 7: no route"), ("memory_degraded", "a", "no route")]
+    assert said == [("memory_degraded", "a", "step 12: no route"), ("memory_degraded", "a", "no route")]
 
 
 def test_replicas_follow_a_keeper_to_its_successor_and_from_a_lost_node_to_another() -> None:
