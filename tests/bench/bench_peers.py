@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.bench.peers import ray_train, raysume, torchft_mlp
+from tests.bench.peers import cold_start, ray_train, raysume, torchft_mlp
 from tests.bench.peers.steps import Kill
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -159,11 +159,17 @@ def main() -> None:
             detail = f"{kill.seconds:7.2f} s, {kill.lost_steps} steps lost"
             more = f", {kill.tiers} {kill.phases}" if isinstance(kill, raysume.Recovery) else ""
             print(f"{', '.join(name):45} {detail}{more} (took {time.monotonic() - began:.0f} s)", flush=True)
+    cold = cold_start.measure(kill_at=KILL_AT) if "everything dead".find(options.only) >= 0 else None
     print()
     print_table(results)
+    if cold is not None:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in cold.parts.items())
+        print(f"\neverything dead, object storage alone: {cold.seconds:.1f} s to the first new step ({parts})")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"name": key, **summary(kills)} for key, kills in results.items() if kills]
-    options.out.write_text(json.dumps({"rows": rows, "failures": failures}, indent=1))
+    options.out.write_text(
+        json.dumps({"rows": rows, "failures": failures, "everything_dead": cold and asdict(cold)}, indent=1)
+    )
     plot(results, options.out.with_suffix(".png"))
     print(f"\nwritten to {options.out} and {options.out.with_suffix('.png').name}")
     sys.exit(1 if failures else 0)

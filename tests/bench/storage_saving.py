@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,9 +26,10 @@ from storage.open_store import open_store
 from storage.shard_writer import RawChunk, encode_shard
 from tests.bench import bench_codec
 from tests.bench.figures import Figure
+from tests.bench.s3_server import swift_bucket
 from tests.bench.small_lm import trained_arrays
 from tests.fakes.recording_sink import RecordingSink
-from tests.servers import PacedProxy, SwiftServer
+from tests.servers import PacedProxy
 from workers.snapshot import Capture
 from workers.staging import Stager
 
@@ -140,7 +140,7 @@ def throughput(scratch: Path, megabytes: int) -> list[Figure]:
     raw_bytes = values.nbytes
     config = CheckpointConfig(local_disk={"mode": "off"})  # type: ignore[arg-type]
     encoded, encode_s = _encoded(values, config)
-    with _swift(scratch) as endpoint:
+    with swift_bucket(scratch) as endpoint:
         files = fsspec.filesystem("s3", endpoint_url=endpoint, skip_instance_cache=True)
         put_s = [timed(lambda n=number: files.pipe_file(f"bench/raw/{n}", encoded)) for number in range(4)]
         tensors = [part.clone() for part in values.chunk(4)]
@@ -218,21 +218,6 @@ def _against_the_slower(what: str, raw_bytes: int, span_s: float, rates: dict[st
         limit=0.90,
         at_least=True,
     )
-
-
-@contextlib.contextmanager
-def _swift(scratch: Path) -> Iterator[str]:
-    directory = scratch / "swift"
-    directory.mkdir()
-    swift = SwiftServer(directory).start()
-    try:
-        keys = {"aws_access_key_id": swift.access_key, "aws_secret_access_key": swift.secret_key}
-        boto3.client("s3", endpoint_url=swift.endpoint, region_name="us-east-1", **keys).create_bucket(Bucket="bench")
-        os.environ.update({name.upper(): key for name, key in keys.items()})
-        os.environ.update({"AWS_ENDPOINT_URL": swift.endpoint, "AWS_DEFAULT_REGION": "us-east-1"})
-        yield swift.endpoint
-    finally:
-        swift.stop()
 
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

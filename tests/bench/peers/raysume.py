@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator.local_cluster import LocalCluster
+from tests.bench.peers.leftovers import remove_arenas
 from tests.bench.peers.models import RUN_CONFIG
 from tests.bench.peers.steps import Kill, first_after, read_steps, wait_for_step
 
@@ -65,7 +66,9 @@ def measure(
             node = cluster.nodes[number]
             killed_at = time.time()
             if fault == "kill-node":
-                cluster.bury(cluster.kill_node(number))
+                killed = cluster.kill_node(number)
+                remove_arenas([killed.node_id])
+                cluster.bury(killed)
             else:
                 pid = follow.worker_on(node.node_id)
                 os.kill(pid, signal.SIGKILL if fault == "kill-worker" else signal.SIGSTOP)
@@ -77,6 +80,7 @@ def measure(
                 driver.kill()
                 driver.wait(timeout=30)
             cluster.close()
+            remove_arenas(cluster.started_node_ids)
 
 
 class _Follower:
