@@ -83,8 +83,8 @@ class FailureConfig(_Settings):
     settle_s: float = Field(
         1.0,
         gt=0,
-        description="how long a node may take to answer after a fault before it counts as lost; its agent answers in "
-        "milliseconds, and a machine whose connections have ended is not waited for",
+        description="how long a node that shows no life may take to answer after a fault before it counts as lost; "
+        "10 s where its connection stands, no time where its connections have ended",
     )
     poll_s: float = Field(0.25, gt=0)
     starting_s: float = Field(300.0, gt=0, description="limit: start of a worker process and its imports")

@@ -2,7 +2,8 @@
 
 Every member is asked directly to let the Attempt go, and every node agent to answer, all at once; nobody is waited for
 whose lifeline has ended. No answer from a node means it is lost: its worker can write nothing more, because the
-coordinator refuses its Attempt.
+coordinator refuses its Attempt. A node that shows life in another way, by its agent's lifeline or its worker's answer,
+is given more time: an agent answers late on a busy machine.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import ray
 
 from orchestrator.worker_group import WorkerGroup
 from workers.contract import World
+from workers.lifeline import Role
 
 __all__ = ["Reckoning", "fence_late", "reckon"]
 
 _log = logging.getLogger(__name__)
-_ABANDON_S = 10.0  # longest a live worker may take to end its training thread and drop the model
+_ABANDON_S = 10.0  # longest a live worker may take to end its training thread and drop the model, or an agent to answer
 _LOOK_S = 0.05
 
 
@@ -46,13 +48,18 @@ class _Poll:
     unclean: set[str] = field(default_factory=set)
     silent_nodes: set[str] = field(default_factory=set)
 
-    def is_open(self, waited_s: float, settle_s: float) -> bool:
-        """Whether there is still somebody to wait for: silent nodes get ``settle_s``, live workers `_ABANDON_S`."""
+    def is_open(self, waited_s: float, settle_s: float, held: Collection[str]) -> bool:
+        """Whether there is still somebody to wait for: silent nodes get ``settle_s``, those that show life (``held``:
+        their agent's line stands) and their workers `_ABANDON_S`."""
         if not (self.fences or self.abandons or self.pings) or waited_s >= _ABANDON_S:
             return False
-        unanswered = set(self.pings.values()) | self.silent_nodes
+        if waited_s < settle_s:
+            return True
+        unanswered = set(self.pings.values())
+        if unanswered & {*held, *(self.home[worker] for worker in self.clean | self.unclean)}:
+            return True
         waited_for = {*self.fences.values(), *self.abandons.values()}
-        return waited_s < settle_s or any(self.home[worker] not in unanswered for worker in waited_for)
+        return any(self.home[worker] not in unanswered | self.silent_nodes for worker in waited_for)
 
     def drop(self, lost_nodes: frozenset[str]) -> None:
         """Wait no longer for who cannot answer."""
@@ -117,13 +124,15 @@ def _collect(poll: _Poll, group: WorkerGroup, world: World, gone: frozenset[str]
     for ref in (*poll.fences, *poll.abandons, *poll.pings):
         bell.watch(ref)
     while True:
+        waited_s = time.monotonic() - began  # before the look: a driver that was held up itself must not blame others
         poll.drop(frozenset(node for node in poll.home.values() if _is_lost(group, node, gone, world)))
-        if not poll.is_open(time.monotonic() - began, settle_s):
-            return
         refs = [*poll.fences, *poll.abandons, *poll.pings]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
         for ref in ready:
             _take(poll, ref)
+        held = {node for node in poll.pings.values() if group.lifelines.is_held(Role.AGENT, node)}
+        if not poll.is_open(waited_s, settle_s, held):
+            return
         if not ready:
             bell.wait(_LOOK_S)
 

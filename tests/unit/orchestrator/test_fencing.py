@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from orchestrator.fencing import Reckoning, fence_late, reckon
 from orchestrator.vital_signs import VitalSigns
 from storage.keys import Attempt
 from workers.contract import AbandonReport, Member, World
+from workers.lifeline import Role
 
 ATTEMPT = Attempt(number=1, nonce="abcd1234")
 MEMBERS = tuple(Member(rank=rank, worker_id=f"w{rank}", node_id=f"n{rank}") for rank in range(3))
@@ -61,6 +63,10 @@ class Lines:
     bell: Bell = field(default_factory=Bell)
     workers: set[str] = field(default_factory=set)
     agents: set[str] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)  # nodes whose agent's line stands
+
+    def is_held(self, role: Role, name: str) -> bool:
+        return role is Role.AGENT and name in self.held
 
     def is_cut(self, worker_id: str) -> bool:
         return worker_id in self.workers
@@ -80,6 +86,8 @@ class Group:
         self._silent, self._silent_nodes, self._unclean = silent, silent_nodes, unclean
         self.killed: list[str] = []
         self.asked: list[str] = []
+        self.late: dict[str, Call] = {}  # answers of agents that are still to come
+        self.unanswered: list[Call] = []
         self.is_process_alive = True
 
     def abandon(self, workers: list[str], attempt: Attempt, timeout_s: float) -> dict[Call, str]:
@@ -89,9 +97,12 @@ class Group:
         for worker in workers:
             report = AbandonReport(attempt=attempt, worker_id=worker, is_clean=worker not in self._unclean, last_step=1)
             calls[Call() if worker in self._silent else answered(report)] = worker
+        self.unanswered += [call for call in calls if not call.done()]
         return calls
 
     def ping_agent(self, node_id: str) -> Call | None:
+        if node_id in self.late:
+            return self.late[node_id]
         return Call() if node_id in self._silent_nodes else answered(1)
 
     def fence(self, worker_id: str) -> Call | None:
@@ -152,8 +163,44 @@ def test_a_machine_that_dies_while_it_is_asked_is_not_waited_for_either() -> Non
     timer.join()
 
 
+@pytest.mark.parametrize("sign", ["its agent's line stands", "its worker has answered"])
+def test_a_node_that_shows_life_is_not_lost_because_its_agent_answers_late(sign: str) -> None:
+    """Long after the time for silent nodes, as on a machine that is short of processors."""
+    group = Group(silent={"w2"} if "line" in sign else set(), silent_nodes=set())
+    late = Call()
+    group.late["n2"] = late
+    if "line" in sign:
+        group.lifelines.held.add("n2")
+
+    def answer() -> None:
+        late.set_result(1)
+        for call in group.unanswered:
+            call.set_result(AbandonReport(attempt=ATTEMPT, worker_id="w2", is_clean=True, last_step=1))
+
+    timer = threading.Timer(0.5, answer)
+    timer.start()
+    found = reckoning(group, settle_s=0.01)
+    timer.join()
+    assert (found.survivors, found.lost_workers, found.lost_nodes) == ({"w0", "w1", "w2"}, (), ())
+
+
+def test_a_node_whose_agent_never_answers_is_lost_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fencing, "_ABANDON_S", 0.3)
+    group = Group(silent=set(), silent_nodes={"n2"})
+    group.lifelines.held |= {"n0", "n1", "n2"}
+    found = reckoning(group, settle_s=0.01)
+    assert (found.survivors, found.lost_nodes) == ({"w0", "w1"}, ("n2",))
+
+
+def test_answers_that_are_there_count_however_long_the_driver_was_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0])
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: next(moments, FOR_EVER_S - 1)))
+    found = reckoning(Group(silent=set(), silent_nodes=set()), settle_s=1.0)
+    assert (found.survivors, found.lost_nodes) == ({"w0", "w1", "w2"}, ())
+
+
 def test_a_machine_that_vanished_is_lost_once_it_had_its_time() -> None:
-    """The lines stand, for nobody has closed them."""
+    """No line of it stands any more, or ever did."""
     group = Group(silent={"w2"}, silent_nodes={"n2"})
     found = reckoning(group, hung={"w2"}, settle_s=0.1)
     assert (found.survivors, found.lost_nodes) == ({"w0", "w1"}, ("n2",))
