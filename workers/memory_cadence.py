@@ -34,6 +34,7 @@ class MemoryCadence:
         self._first = self._last_bound = max(self._planned, default=base_step)
         self._newest_step = self._safe_step = -1
         self._unproven: list[int] = []  # due, newer than the safe step, left out by no rank as far as is known
+        self._told: dict[int, tuple[int, ...]] = {}  # by step whose vector was filled and is not learned yet
         self._given_up: deque[int] = deque(maxlen=_MAX_UNPROVEN)
         self._lag = 1
         self._stalls: deque[float] = deque(maxlen=3)
@@ -67,16 +68,20 @@ class MemoryCadence:
 
     def told(self, step: int) -> tuple[int, ...]:
         """The steps that the vector of ``step`` speaks of: the oldest ones, which are what buffers are full of when
-        replicas are late, and the newest."""
-        before = [due for due in self._unproven if due < step]
-        return (*before[: NUM_REPLICAS_TOLD - 1], *before[NUM_REPLICAS_TOLD - 1 :][-1:])
+        replicas are late, and the newest. Settled when it is filled: what older vectors say comes in between."""
+        if step not in self._told:
+            before = [due for due in self._unproven if due < step]
+            self._told[step] = (*before[: NUM_REPLICAS_TOLD - 1], *before[NUM_REPLICAS_TOLD - 1 :][-1:])
+        return self._told[step]
 
     def learn(self, step: int, memory_step: int, num_replicated: Sequence[int], num_left_out: Sequence[int]) -> None:
         """Take in what the vector of ``step`` said."""
         if memory_step > step:
             self._planned.add(memory_step)
-        told = self.told(step)
+        told = self._told.pop(step, ())
         for due, num_whole, num_without in zip(told, num_replicated, num_left_out, strict=False):
+            if due not in self._unproven:
+                continue  # an older vector has settled it
             if num_whole == self._world_size:
                 self._safe_step, self._lag = due, min(_MAX_PROVEN_LAG, step - due)
             elif num_without:

@@ -63,8 +63,7 @@ class World:
         whole, without = [0] * NUM_REPLICAS_TOLD, [0] * NUM_REPLICAS_TOLD
         for number, rank in enumerate(self.ranks):
             for index, due in enumerate(rank.cadence.told(step)):
-                after = 0.5 if self.replica_after is None else self.replica_after(number, due)
-                whole[index] += due in rank.held and due + after <= step
+                whole[index] += due in rank.held and self._is_whole(number, due)
                 without[index] += due not in rank.taken
         vector = (step, self.ranks[0].cadence.bind(step, self.step_s), whole, without)
         before, self.waiting = self.waiting, [vector]
@@ -90,6 +89,13 @@ class World:
         assert len(safe) == 1, "the ranks hold different steps for safe"
         for rank in self.ranks:
             assert rank.cadence.safe_step in (-1, *rank.held), "a rank has dropped what is said to be safe"
+        if self.safe_step >= 0:
+            late = [number for number in range(len(self.ranks)) if not self._is_whole(number, self.safe_step)]
+            assert not late, f"step {self.safe_step} is said to be safe, and ranks {late} have no replica of it"
+
+    def _is_whole(self, number: int, due: int) -> bool:
+        after = 0.5 if self.replica_after is None else self.replica_after(number, due)
+        return due + after <= self.step
 
     @property
     def safe_step(self) -> int:
@@ -151,6 +157,25 @@ def test_replicas_that_take_longer_than_a_step_make_the_cadence_slower_and_never
     late = [due for due in world.due if due > 100]
     assert len(late) >= 100 / (after + 2)
     assert all(due in rank.taken for due in late for rank in world.ranks), "a step was due that found no buffer"
+
+
+@pytest.mark.parametrize("every_steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("first_s", [0.5, 1.5, 3.0, 4.5])
+def test_what_an_older_vector_settles_meanwhile_is_not_taken_for_another_step(every_steps: int, first_s: float) -> None:
+    """Vectors of two steps are under way at a time: the older one may prove a step that the newer one speaks of too."""
+    world = World(every(every_steps), replica_after=lambda _, step: first_s if step < 20 else 9.5)
+    world.run(60)  # `World` looks at each step whether what is said to be safe is so
+    assert world.safe_step > 20
+
+
+def test_what_two_vectors_say_of_a_step_left_out_gives_up_that_step_alone() -> None:
+    cadence = MemoryCadence(every(100), base_step=0, total_steps=1000, world_size=2)
+    for step in (3, 5):
+        cadence.reach(step, is_ordered=True)
+    assert cadence.told(6) == cadence.told(7) == (3, 5)
+    cadence.learn(6, 0, (1, 0, 0), (1, 0, 0))
+    cadence.learn(7, 0, (1, 1, 0), (1, 0, 0))
+    assert cadence.given_up == (3,)
 
 
 def test_a_step_that_one_rank_left_out_never_becomes_safe_and_the_next_one_does() -> None:
