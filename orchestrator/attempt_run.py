@@ -129,6 +129,8 @@ class AttemptRun:
         self._group.set_members(list(specs))
         bell = self._group.lifelines.bell
         self._refs = self._group.start_attempt(specs, self._coordinator.actor)
+        for worker_id in specs.keys() - self._refs.values():
+            self._signs.gone[worker_id] = "it was gone before the Attempt began"
         for ref in self._refs:
             bell.watch(ref)
         while True:

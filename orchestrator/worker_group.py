@@ -289,10 +289,13 @@ class WorkerGroup:
     def start_attempt(self, specs: Mapping[str, AttemptSpec], coordinator: Any) -> dict[Any, str]:
         """Start the training thread of every member; returns outcome ref -> worker id.
 
-        The outcome call is sent right behind the start, so a worker that cannot start fails its outcome.
+        The outcome call is sent right behind the start, so a worker that cannot start fails its outcome. A member that
+        was let go with its node since the World was chosen is left out.
         """
         refs: dict[Any, str] = {}
         for worker_id, spec in specs.items():
+            if worker_id not in self._workers:
+                continue
             actor = self._workers[worker_id].actor
             actor.start.remote(spec, coordinator)
             refs[actor.wait_outcome.remote(spec.attempt, OUTCOME_CALL_S)] = worker_id
