@@ -19,6 +19,7 @@ __all__ = ["MemoryCadence"]
 
 _MAX_UNPROVEN = 16
 _MAX_SPACING = 1000
+_UNMEASURED = 8  # from one to the next while none was measured: rank 0 may have found no buffer in time
 _MAX_LAG = 64  # of a peer that is away
 _MAX_PROVEN_LAG = 8
 
@@ -99,17 +100,17 @@ class MemoryCadence:
         """Rank 0, at the end of ``step``: the step after next if a Snapshot of it is to be kept in memory, else 0."""
         self._steps_s.append(step_s)
         target, spacing = step + BIND_AHEAD, self._spacing()
-        if spacing is None or target > self._total_steps or target - self._last_bound < spacing:
+        if target > self._total_steps or target - self._last_bound < spacing:
             return 0
         self._last_bound = target
         return target
 
-    def _spacing(self) -> int | None:
+    def _spacing(self) -> int:
         """Steps from one to the next: as few as the settings allow, and enough for replicas to be made meanwhile."""
         if self._config.every_steps is not None:
             return max(self._config.every_steps, self._lag)
         if not self._stalls:  # the first one met cold memory and says nothing: one more to measure, then wait for it
-            return BIND_AHEAD if self._last_bound == self._first else None
+            return BIND_AHEAD if self._last_bound == self._first else max(_UNMEASURED, self._lag)
         allowed_s = self._config.max_slowdown * statistics.median(self._steps_s)
         wanted = math.ceil(min(self._stalls) / allowed_s) if allowed_s > 0 else _MAX_SPACING
         return max(1, self._lag, min(wanted, _MAX_SPACING))

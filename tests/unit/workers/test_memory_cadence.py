@@ -78,7 +78,7 @@ class World:
         for number, rank in enumerate(self.ranks):
             if step not in self.left_out.get(number, ()):
                 rank.take(step)
-        if len(self.due) > 1:
+        if len(self.due) > 1 and step in self.ranks[0].taken:
             self.ranks[0].cadence.note_stall(self.stall_s)
 
     def _learn(self, vectors: list[Vector]) -> None:
@@ -140,6 +140,13 @@ def test_a_cheap_snapshot_is_taken_at_every_step() -> None:
     world = World(every(None), stall_s=0.009, step_s=1.0)
     world.run(30)
     assert world.due[-20:] == list(range(11, 31))
+
+
+def test_the_tier_goes_on_where_rank_0_left_out_the_snapshots_that_were_to_be_measured() -> None:
+    world = World(every(None), left_out={0: (3, 11)}, stall_s=0.009)
+    world.run(60)
+    assert world.due[:4] == [1, 3, 11, 19]
+    assert world.due[-20:] == list(range(41, 61))
 
 
 def test_a_save_for_the_store_counts_as_one_in_memory() -> None:
