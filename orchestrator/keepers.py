@@ -85,11 +85,11 @@ class KeeperCrew:
         with self._lock:
             return dict(self._greetings)
 
-    def redirect(self, node_id: str, lost_peer: str, address: TransportAddress) -> None:
-        """Have the Keeper of ``node_id`` send to ``address`` what it would send to that of ``lost_peer``."""
+    def redirect(self, node_id: str, lost: TransportAddress, address: TransportAddress) -> None:
+        """Have the Keeper of ``node_id`` send to ``address`` what it would send to ``lost``."""
         keeper = self.handles().get(node_id)
         if keeper is not None:
-            keeper.redirect.remote(lost_peer, address)
+            keeper.redirect.remote(lost, address)
 
     def memory_errors(self) -> dict[str, str]:
         """Nodes whose newest Snapshot in memory has no replica, and why, as of the last renewal."""

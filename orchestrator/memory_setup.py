@@ -42,7 +42,7 @@ class Crew(Protocol):
 
     def memory_errors(self) -> Mapping[str, str]: ...
 
-    def redirect(self, node_id: str, lost_peer: str, address: TransportAddress) -> None: ...
+    def redirect(self, node_id: str, lost: TransportAddress, address: TransportAddress) -> None: ...
 
 
 class MemorySetup:
@@ -68,7 +68,10 @@ class MemorySetup:
         self._said_errors: dict[str, str] = {}
         self._domains: dict[str, str | None] = {}
         self._budgets: dict[str, int] = {}  # of every Keeper that ever was
-        self._targets: dict[str, TransportAddress] = {}  # by member node: where its replicas go now
+        self._told: dict[str, TransportAddress] = {}  # by member node: where its ranks were told that replicas go
+        self._targets: dict[str, TransportAddress] = {}  # and where they go now
+        # By member node: its Keeper, which would forget it with its life, and where that was told to send instead.
+        self._redirected: dict[str, tuple[TransportAddress, TransportAddress]] = {}
 
     def arrange(
         self,
@@ -101,7 +104,8 @@ class MemorySetup:
         self._peers = peers if self._choice.mode == "replicated" else dict.fromkeys(ranks)
         addresses = {node: greeting.address for node, greeting in greetings.items() if greeting.address is not None}
         self._domains = domains
-        self._targets = {node: addresses[peer] for node, peer in self._peers.items() if peer in addresses}
+        self._told = {node: addresses[peer] for node, peer in self._peers.items() if peer in addresses}
+        self._targets, self._redirected = dict(self._told), {}
         self._say()
         if self._config.mode == "on" and not self._choice.fits:
             text = f"checkpoint.memory.mode is on, but {self._choice.reason}; auto goes on with what fits"
@@ -112,8 +116,8 @@ class MemorySetup:
         """What a rank on ``node_id`` is told. None: it takes no generations."""
         if self._choice.mode == "off":
             return None
-        greeting = self._crew.greetings().get(self._peers.get(node_id) or "")
-        return MemorySpec(peer=None if greeting is None else greeting.address, key=self._crew.transport_key)
+        # A peer's Keeper that has died meanwhile too: without a peer its ranks would take their steps for safe alone.
+        return MemorySpec(peer=self._told.get(node_id), key=self._crew.transport_key)
 
     def leave_kind(self, members: Sequence[Member], draining: Collection[str]) -> OrderKind:
         """How a World that regroups at once is to end: PART where what each member keeps in memory can be expected to
@@ -130,19 +134,20 @@ class MemorySetup:
         """Where a Keeper that takes replicas has died, have them sent to its successor, or to another one."""
         living = {node: one.address for node, one in self._crew.greetings().items() if one.address is not None}
         lost = [node for node, target in self._targets.items() if living.get(target.node_id) != target]
-        if not lost or not living:
-            return
-        others = assign_peers({node: self._domains.get(node) for node in living}, self._targets)
+        others = assign_peers({node: self._domains.get(node) for node in living}, self._targets) if lost else {}
         for node in lost:
-            named, target = self._peers[node], living.get(self._targets[node].node_id)
-            peer = others[node]
+            target, peer = living.get(self._targets[node].node_id), others[node]
             if target is None and peer is not None:
                 target = living[peer]
-            if named is None or target is None:
+            if target is not None:
+                self._targets[node] = target
+                _log.info("memory: replicas of node %s go to node %s now", node[:12], target.node_id[:12])
+        for node, target in self._targets.items():
+            keeper = living.get(node)
+            if keeper is None or target == self._told[node] or self._redirected.get(node) == (keeper, target):
                 continue
-            self._targets[node] = target
-            self._crew.redirect(node, named, target)
-            _log.info("memory: replicas of node %s go to node %s now", node[:12], target.node_id[:12])
+            self._redirected[node] = (keeper, target)
+            self._crew.redirect(node, self._told[node], target)
 
     def note_errors(self) -> None:
         """Say once what keeps Keepers from replicating; each change again, once it has stayed for a while: what a lost

@@ -148,9 +148,9 @@ class KeeperActor:
             await _in(self._calls, self._keeper.memory.set_key, transport_key)
         await self.renew(ttl_s)
 
-    async def redirect(self, node_id: str, address: TransportAddress) -> None:
-        """The peer on ``node_id`` is gone: replicas for it go to ``address``, where another one listens."""
-        self._keeper.memory.redirect(node_id, address)
+    async def redirect(self, lost: TransportAddress, address: TransportAddress) -> None:
+        """The peer at ``lost`` is gone: replicas for it go to ``address``, where another one listens."""
+        self._keeper.memory.redirect(lost, address)
 
     async def wait_replicated(self, attempt: Attempt, rank: int, step: int, timeout_s: float) -> MemoryProgress:
         """See MemoryPort. Costs no thread: all ranks of a node may wait."""

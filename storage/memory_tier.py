@@ -67,9 +67,9 @@ class MemoryTier:
         self._key = key
         self._server.set_key(key)
 
-    def redirect(self, node_id: str, address: TransportAddress) -> None:
+    def redirect(self, lost: TransportAddress, address: TransportAddress) -> None:
         """See Replicator.redirect."""
-        self._replicator.redirect(node_id, address)
+        self._replicator.redirect(lost, address)
 
     def fence(self, number: int) -> None:
         self._generations.fence(number)

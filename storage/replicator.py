@@ -68,7 +68,7 @@ class Replicator:
         self._pace = None if self._bytes_per_s is None else Pace(self._bytes_per_s)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._moved: dict[str, TransportAddress] = {}
+        self._moved: dict[TransportAddress, TransportAddress] = {}
 
     def start(self) -> None:
         """From now on generations are worked at. Safe to repeat."""
@@ -80,9 +80,10 @@ class Replicator:
                 self._threads.append(threading.Thread(target=loop, name=f"keeper-{name}-{number}", daemon=True))
                 self._threads[-1].start()
 
-    def redirect(self, node_id: str, address: TransportAddress) -> None:
-        """What was to go to the Keeper of ``node_id``, which is gone, goes to ``address`` from now on."""
-        self._moved[node_id] = address
+    def redirect(self, lost: TransportAddress, address: TransportAddress) -> None:
+        """What was to go to the Keeper at ``lost``, which is gone, goes to ``address`` from now on. A later one of the
+        same node has another address, and gets what is meant for it."""
+        self._moved[lost] = address
 
     def join(self, timeout_s: float) -> None:
         """The ledger is closed: wait for the threads' end."""
@@ -140,7 +141,7 @@ class Replicator:
         assert snapshot is not None
         assert snapshot.peer is not None
         assert ref is not None
-        peer = self._moved.get(snapshot.peer.node_id, snapshot.peer)
+        peer = self._moved.get(snapshot.peer, snapshot.peer)
         path = self._arena.hold(snapshot.lease_id, Hold.READ)
         if path is None:
             return False

@@ -48,8 +48,9 @@ class Crew:
     def memory_errors(self) -> dict[str, str]:
         return self.errors
 
-    def redirect(self, node_id: str, lost_peer: str, address: TransportAddress) -> None:
-        self.redirected.append((node_id, lost_peer, address.node_id, address.port))
+    def redirect(self, node_id: str, lost: TransportAddress, address: TransportAddress) -> None:
+        assert lost.port == ord(lost.node_id), "of the Keeper that ranks were told of"
+        self.redirected.append((node_id, lost.node_id, address.node_id, address.port))
 
 
 class Bench:
@@ -199,6 +200,32 @@ def test_replicas_follow_a_keeper_to_its_successor_and_from_a_lost_node_to_anoth
     bench.crew.living |= {"b": lost, "c": replace(bench.crew.living["c"], address=successor)}
     bench.setup.follow_keepers()
     assert bench.crew.redirected[1:] == [("a", "b", "c", 7), ("b", "c", "c", 7)]
+
+
+def test_a_keeper_that_takes_another_s_place_is_told_again_where_replicas_go() -> None:
+    """It knows nothing of what the one before it was told, and its ranks name the peer that is gone."""
+    bench = Bench()
+    bench.arrange()
+    del bench.crew.living["b"]
+    bench.setup.follow_keepers()
+    own = bench.crew.living.pop("a")
+    bench.setup.follow_keepers()
+    bench.crew.redirected.clear()
+    bench.crew.living["a"] = replace(own, address=TransportAddress(node_id="a", host="127.0.0.1", port=9))
+    for _ in range(2):
+        bench.setup.follow_keepers()
+    assert ("a", "b", "c", ord("c")) in bench.crew.redirected
+    assert len(bench.crew.redirected) == len(set(bench.crew.redirected)), "each once"
+
+
+def test_a_peer_whose_keeper_dies_just_before_the_world_begins_is_no_reason_to_go_without() -> None:
+    """Ranks without a peer take their own Snapshots for safe."""
+    bench = Bench()
+    bench.arrange()
+    del bench.crew.living["b"]
+    assert bench.peer("a") == "b"
+    bench.setup.follow_keepers()
+    assert bench.crew.redirected == [("a", "b", "c", ord("c"))]
 
 
 def test_a_keeper_that_has_just_died_neither_ends_the_run_nor_the_memory_tier() -> None:

@@ -26,7 +26,24 @@ def test_replicas_for_a_keeper_that_is_gone_go_where_it_is_told(bench: MemoryBen
     keep(a, arrays(1), step=1, peer=peer)
     progress = a.wait_replicated(FIRST, 0, 1, WAIT_S)
     assert (progress.sealed_step, progress.replicated_step) == (1, -1)
-    a.memory.redirect(peer.node_id, other)
+    a.memory.redirect(peer, other)
     keep(a, arrays(2), step=2, peer=peer)
     assert a.wait_replicated(FIRST, 0, 2, WAIT_S).replicated_step == 2
     assert steps(c, is_replica=True) == [(1, 2)]
+
+
+def test_the_successor_of_a_keeper_gets_what_a_later_world_sends_to_it(bench: MemoryBench) -> None:
+    a, b, c = bench.keeper("a"), bench.keeper("b"), bench.keeper("c")
+    gone, other = b.greet().address, c.greet().address
+    assert gone is not None
+    assert other is not None
+    b.close()
+    a.memory.redirect(gone, other)
+    successor = bench.keeper("b")
+    peer = successor.greet().address
+    assert peer is not None
+    assert peer != gone
+    keep(a, arrays(1), step=1, peer=peer)
+    assert a.wait_replicated(FIRST, 0, 1, WAIT_S).replicated_step == 1
+    assert steps(successor, is_replica=True) == [(1, 1)]
+    assert not steps(c, is_replica=True)
