@@ -25,6 +25,7 @@ _CLOSE_S = 10.0
 _RENEW_EVERY_S = 2.0
 _GREET_S = 10.0
 _KEY_BYTES = 32
+_START_PAUSES_S = (0.0, 2.0, 5.0, 15.0, 60.0)  # before each try to give a node another Keeper
 
 
 class KeeperCrew:
@@ -115,17 +116,23 @@ class KeeperCrew:
 
     def _renew(self) -> None:
         while not self._closed.wait(_RENEW_EVERY_S):
-            with self._lock:
-                keepers = dict(self._keepers)
-            refs = {keeper.renew.remote(KEEPER_TTL_S): node_id for node_id, keeper in keepers.items()}
-            ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_RENEW_EVERY_S) if refs else ([], [])
-            for ref in ready:
-                try:
-                    self._note(refs[ref], ray.get(ref))
-                except ray.exceptions.ActorDiedError:
-                    self._replace(refs[ref], keepers[refs[ref]])
-                except ray.exceptions.RayError as error:
-                    _log.debug("Keeper of node %s was not renewed: %s", refs[ref][:12], type(error).__name__)
+            try:
+                self._renew_all()
+            except Exception as error:  # noqa: BLE001 - outer edge of the thread: without it every Keeper would expire
+                _log.warning("Keepers are not renewed for now: %s: %s", type(error).__name__, error)
+
+    def _renew_all(self) -> None:
+        with self._lock:
+            keepers = dict(self._keepers)
+        refs = {keeper.renew.remote(KEEPER_TTL_S): node_id for node_id, keeper in keepers.items()}
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_RENEW_EVERY_S) if refs else ([], [])
+        for ref in ready:
+            try:
+                self._note(refs[ref], ray.get(ref))
+            except ray.exceptions.ActorDiedError:
+                self._replace(refs[ref], keepers[refs[ref]])
+            except ray.exceptions.RayError as error:
+                _log.debug("Keeper of node %s was not renewed: %s", refs[ref][:12], type(error).__name__)
 
     def _note(self, node_id: str, status: KeeperStatus) -> None:
         with self._lock:
@@ -139,16 +146,22 @@ class KeeperCrew:
                 return
             for known in (self._keepers, self._greetings, self._statuses):
                 known.pop(node_id, None)
-        if node_id not in look().living():
-            return
-        _log.warning("the Keeper of node %s died: another one is started", node_id[:12])
         threading.Thread(target=self._start_again, args=(node_id,), name="keeper-replacement", daemon=True).start()
 
     def _start_again(self, node_id: str) -> None:
-        try:
-            self.start(node_id)
-        except (StorageError, ray.exceptions.RayError) as error:
-            _log.warning("node %s has no Keeper any more: %s", node_id[:12], error)
+        """A few tries: the first may meet a head that is away, or what made the last one die."""
+        for pause_s in _START_PAUSES_S:
+            if self._closed.wait(pause_s) or node_id in self.handles():
+                return
+            try:
+                if node_id not in look().living():
+                    return
+                _log.warning("the Keeper of node %s died: another one is started", node_id[:12])
+                self.start(node_id)
+            except Exception as error:  # noqa: BLE001 - outer edge of the thread; there is another try
+                _log.warning("node %s has no Keeper: %s: %s", node_id[:12], type(error).__name__, error)
+            else:
+                return
 
 
 def _greet(node_id: str, keeper: Any) -> KeeperGreeting:
