@@ -8,18 +8,29 @@ Optimizers that look at whole tensors take their step as they are.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
 
-__all__ = ["step_locally"]
+__all__ = ["looks_at_no_tensor", "step_locally"]
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+_MARK: Final = "_looks_at_no_tensor"
 
 # Their very classes: what derives from them may look at more than single elements.
 _ELEMENTWISE = frozenset(
     {optim.AdamW, optim.Adam, optim.SGD, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad}
 )
+
+
+def looks_at_no_tensor(hook: Hook) -> Hook:
+    """Marks a hook of an optimizer that is nothing but a call before or after its step: it may meet plain tensors."""
+    setattr(hook, _MARK, True)
+    return hook
 
 
 def step_locally(optimizer: optim.Optimizer) -> None:
@@ -61,7 +72,8 @@ def _step_on_parts(optimizer: optim.Optimizer) -> None:
 
 
 def _is_elementwise(optimizer: optim.Optimizer) -> bool:
-    has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    has_hooks = not all(getattr(hook, _MARK, False) for hook in hooks)
     is_differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
     return type(optimizer) in _ELEMENTWISE and not has_hooks and not is_differentiable
 

@@ -17,6 +17,7 @@ from storage.keeper_protocol import MemoryPort
 from workers.contract import AttemptSpec, MemorySpec
 from workers.evaluation import reshard
 from workers.generation_writer import GenerationWriter
+from workers.local_step import looks_at_no_tensor
 from workers.memory_cadence import MemoryCadence
 from workers.memory_ticket import Ticket
 from workers.settings import WorkerSettings
@@ -154,6 +155,7 @@ class MemorySaver:
         if not is_first:
             self._cadence.note_stall(ticket.stall_s)
 
+    @looks_at_no_tensor
     def _before_update(self, *_: Any) -> None:
         """The optimizer's hook: nothing may change before it is copied."""
         self.settle()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from storage.dcp_writer import local_parts
 from tests.fakes.memory_keeper import MemoryKeeper
@@ -22,6 +23,7 @@ from tests.fakes.rank_processes import make_spec
 from tests.fakes.small_training import ATTEMPT, RUN_ID, build_state, train_step
 from tests.fakes.worker_settings import make_settings
 from workers.contract import MemorySpec
+from workers.local_step import looks_at_no_tensor, step_locally
 from workers.memory_saver import MemorySaver
 from workers.names import named_parameters
 from workers.snapshot import capture
@@ -153,6 +155,26 @@ def test_an_update_that_a_loop_makes_by_itself_waits_too(bench: Bench) -> None:
     for parameter in bench.living.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     bench.living.optimizer.step()  # a loop that calls it by itself
+    bench.sealed(1)
+    assert_same(bench.keeper.read(1)[1], expected)
+
+
+def test_a_step_on_local_shards_waits_as_well_and_stays_one(bench: Bench) -> None:
+    bench.train()
+    expected = bench.now()
+    bench.take()
+    met: list[bool] = []
+
+    @looks_at_no_tensor
+    def spy(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        met.extend(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+
+    bench.living.optimizer.register_step_post_hook(spy)
+    for parameter in bench.living.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    step_locally(bench.living.optimizer)
+    assert met, "no step was taken"
+    assert not any(met), "the memory tier's hook made the optimizer step on sharded parameters"
     bench.sealed(1)
     assert_same(bench.keeper.read(1)[1], expected)
 
