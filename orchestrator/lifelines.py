@@ -12,7 +12,7 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from orchestrator.bell import Bell
 from workers.lifeline import NONCE_BYTES, Hello, LifelineSpec, Role, read_hello
@@ -48,10 +48,13 @@ class _Caller:
 
 @dataclass(slots=True, kw_only=True)
 class _Line:
-    """What is known of one process: its connection, or when it ended (Unix time)."""
+    """What is known under one name: the connections that stand, or when the last one ended (Unix time).
 
-    hello: Hello
-    caller: _Caller | None
+    There is one a process. A node that is used again has a new agent, while the old one may still be on its way out.
+    """
+
+    node_id: str
+    callers: dict[int, _Caller] = field(default_factory=dict)  # by pid
     cut_at_s: float | None = None
 
 
@@ -96,7 +99,7 @@ class Lifelines:
         """Whether the line of this process stands now."""
         with self._lock:
             line = self._lines.get((role, name))
-            return line is not None and line.caller is not None
+            return line is not None and bool(line.callers)
 
     def _cut_at_s(self, role: Role, name: str) -> float | None:
         with self._lock:
@@ -106,7 +109,7 @@ class Lifelines:
     def forget_node(self, node_id: str) -> None:
         """What was known of the node's processes counts no more, should the node be used again."""
         with self._lock:
-            for key in [key for key, line in self._lines.items() if line.hello.node_id == node_id]:
+            for key in [key for key, line in self._lines.items() if line.node_id == node_id]:
                 del self._lines[key]
 
     def close(self) -> None:
@@ -183,9 +186,10 @@ class Lifelines:
         self._num_strangers -= 1
         with self._lock:
             lines = self._lines
-            lines.pop((hello.role, hello.name), None)  # the newest are last
-            lines[hello.role, hello.name] = _Line(hello=hello, caller=caller)
-            ended = [name for name, line in lines.items() if line.caller is None]
+            line = lines.pop((hello.role, hello.name), None) or _Line(node_id=hello.node_id)
+            line.callers[hello.pid], line.cut_at_s = caller, None
+            lines[hello.role, hello.name] = line  # the newest are last
+            ended = [name for name, line in lines.items() if not line.callers]
             for name in ended[: max(0, len(ended) - _MAX_CUTS)]:
                 del lines[name]
 
@@ -198,9 +202,12 @@ class Lifelines:
             return
         with self._lock:
             line = self._lines.get((hello.role, hello.name))
-            if line is None or line.caller is not caller:
+            if line is None or line.callers.get(hello.pid) is not caller:
                 return  # the process has another one by now
-            line.caller, line.cut_at_s = None, time.time()
+            del line.callers[hello.pid]
+            if line.callers:
+                return
+            line.cut_at_s = time.time()
         _log.debug("the lifeline of %s %s (pid %d): %s", hello.role, hello.name, hello.pid, why)
         self.bell.ring()
 

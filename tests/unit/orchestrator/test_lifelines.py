@@ -82,6 +82,24 @@ def test_a_killed_process_is_told_by_its_line_and_the_others_are_not(
     assert lifelines.is_agent_cut("n1")
 
 
+def test_the_end_of_a_node_s_former_agent_says_nothing_of_the_present_one(
+    lifelines: Lifelines, holders: list[subprocess.Popen[bytes]]
+) -> None:
+    """Whichever of them called last."""
+    present = hold(lifelines, holders, Role.AGENT, "n1")
+    hello = Hello(role=Role.AGENT, name="n1", node_id="n1", pid=1)
+    with socket.create_connection(("127.0.0.1", lifelines.spec.port), timeout=20.0) as former:
+        former.sendall(hello.sealed(former.recv(NONCE_BYTES), lifelines.spec.key))
+        with lifelines._lock:
+            line = lifelines._lines[Role.AGENT, "n1"]
+        assert eventually(lambda: len(line.callers) == 2)
+    assert eventually(lambda: len(line.callers) == 1)
+    assert lifelines.is_held(Role.AGENT, "n1")
+    assert not lifelines.is_agent_cut("n1")
+    present.send_signal(signal.SIGKILL)
+    assert eventually(lambda: lifelines.is_agent_cut("n1"))
+
+
 def test_a_stopped_process_is_not_taken_for_dead_until_it_is_killed(
     lifelines: Lifelines, holders: list[subprocess.Popen[bytes]]
 ) -> None:
