@@ -300,7 +300,7 @@ class AttemptRun:
             group=self._group,
             living=self._living(),
             gone=frozenset(self._signs.gone),
-            hung=frozenset(hang.worker_id for hang in self._hangs) | self._starved(),
+            hung=frozenset(hang.worker_id for hang in self._hangs) | self._starved() | self._signs.unproven,
             settle_s=self._config.failure.settle_s,
         )
         asked = self._ask_starved(reckoning)

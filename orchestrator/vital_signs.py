@@ -58,6 +58,12 @@ class VitalSigns:
         self._doubts: dict[str, _Doubt] = {}
         self.gone: dict[str, str] = {}
 
+    @property
+    def unproven(self) -> frozenset[str]:
+        """Those of the gone that Ray could only not reach: their processes may live, with their training threads."""
+        unreachable = ray.exceptions.ActorUnavailableError.__name__
+        return frozenset(worker_id for worker_id, why in self.gone.items() if why == unreachable)
+
     def beats(self) -> dict[str, Heartbeat | None]:
         """The newest heartbeat of each member, in rank order."""
         return {member.worker_id: self._vitals[member.worker_id].beat for member in self._members}

@@ -1,14 +1,18 @@
-"""One Attempt, watched: a World that breaks before it begins. Workers are on paper, Ray is not asked."""
+"""One Attempt, watched: a World that breaks as it begins. Workers are on paper, Ray is not asked."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-from orchestrator.attempt_run import AttemptRun, Broken
+from orchestrator import attempt_run
+from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken
 from orchestrator.config import RunConfig, RunSettings, WorldConfig
 from orchestrator.failure_policy import FaultKind
+from orchestrator.fencing import Reckoning
 from orchestrator.recorder import Recorder
 from orchestrator.sizing import Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
@@ -22,53 +26,95 @@ class _Coordinator:
     actor = None
 
 
+class Scene:
+    """A World of one worker on node ``a``, and the run that watches it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.group = PaperCluster(patch, {"a": 1.0}).group
+        self.group.admit("a", 1)
+        self.group.reconcile(1, frozenset())
+        (worker,) = self.group.views(frozenset())
+        self.worker_id = worker.worker_id
+        member = Member(rank=0, worker_id=self.worker_id, node_id="a")
+        self.world = World(attempt=Attempt(number=3, nonce="abcd1234"), members=(member,))
+        self.events: list[str] = []
+        config = RunConfig(
+            run=RunSettings(name="r", url="memory://r", steps=100),
+            world=WorldConfig(),
+            model=ModelConfig(),
+            data=DataConfig(url="memory://d", sequence_length=8, global_batch=8),
+        )
+        recorder = Recorder(self, start_unix_s=0.0)
+        sizing = Sizing(config, recorder)
+        self.living = frozenset({"a", "b"})
+        self._run = AttemptRun(
+            world=self.world,
+            group=self.group,
+            coordinator=_Coordinator(),  # type: ignore[arg-type]
+            config=config,
+            sizing=sizing,
+            slow_nodes=SlowNodeWatch(config, recorder, sizing.pace),
+            recorder=recorder,
+            tick=lambda: None,
+            draining=frozenset,
+            living=lambda: self.living,
+            asked_to_stop=lambda: None,
+            is_store_away=lambda: False,
+            part_kind=lambda: OrderKind.LEAVE,
+            move=lambda _: None,
+        )
+
+    def emit(self, event: str, **_: Any) -> None:
+        self.events.append(event)
+
+    def run(self) -> AttemptEnd:
+        spec = AttemptSpec(
+            run_id="r", world=self.world, rank=0, store_host="h", store_port=1, group_timeout_s=1.0, restore=None
+        )
+        try:
+            return self._run.run({self.worker_id: spec})
+        finally:
+            self.group.lifelines.close()
+
+
 def test_a_member_that_is_lost_while_the_world_is_prepared_breaks_it_and_not_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its node is let go by the books that are kept while the restore is planned."""
-    cluster = PaperCluster(monkeypatch, {"a": 1.0})
-    group = cluster.group
-    group.admit("a", 1)
-    group.reconcile(1, frozenset())
-    (worker,) = group.views(frozenset())
-    world = World(
-        attempt=Attempt(number=3, nonce="abcd1234"),
-        members=(Member(rank=0, worker_id=worker.worker_id, node_id="a"),),
-    )
-    group.forget_node("a")
-    events: list[tuple[str, dict[str, Any]]] = []
-
-    class Sink:
-        def emit(self, event: str, **fields: Any) -> None:
-            events.append((event, fields))
-
-    config = RunConfig(
-        run=RunSettings(name="r", url="memory://r", steps=100),
-        world=WorldConfig(),
-        model=ModelConfig(),
-        data=DataConfig(url="memory://d", sequence_length=8, global_batch=8),
-    )
-    recorder = Recorder(Sink(), start_unix_s=0.0)
-    sizing = Sizing(config, recorder)
-    run = AttemptRun(
-        world=world,
-        group=group,
-        coordinator=_Coordinator(),  # type: ignore[arg-type]
-        config=config,
-        sizing=sizing,
-        slow_nodes=SlowNodeWatch(config, recorder, sizing.pace),
-        recorder=recorder,
-        tick=lambda: None,
-        draining=frozenset,
-        living=lambda: frozenset({"b"}),
-        asked_to_stop=lambda: None,
-        is_store_away=lambda: False,
-        part_kind=lambda: OrderKind.LEAVE,
-        move=lambda _: None,
-    )
-    spec = AttemptSpec(run_id="r", world=world, rank=0, store_host="h", store_port=1, group_timeout_s=1.0, restore=None)
-    end = run.run({worker.worker_id: spec})
+    scene = Scene(monkeypatch)
+    scene.group.forget_node("a")
+    scene.living = frozenset({"b"})
+    end = scene.run()
     assert isinstance(end, Broken)
     assert (end.fault.kind, end.facts.lost_nodes) == (FaultKind.NODE_LOST, ("a",))
-    assert [name for name, _ in events] == ["fault", "attempt_ended"]
-    group.lifelines.close()
+    assert scene.events == ["fault", "attempt_ended"]
+
+
+@pytest.mark.parametrize("is_only_out_of_reach", [True, False])
+def test_a_member_that_ray_cannot_reach_is_killed_before_it_counts_as_gone(
+    monkeypatch: pytest.MonkeyPatch, is_only_out_of_reach: bool
+) -> None:
+    """Its process may live, and no new Attempt begins while an old training thread may be alive."""
+    scene = Scene(monkeypatch)
+    actor_errors = ray.exceptions
+    error = actor_errors.ActorUnavailableError("m", None) if is_only_out_of_reach else actor_errors.ActorDiedError()
+
+    def get(_: object) -> None:
+        raise error
+
+    fake_ray = SimpleNamespace(exceptions=ray.exceptions, wait=lambda refs, **_: (refs, []), get=get)
+    monkeypatch.setattr(attempt_run, "ray", fake_ray)
+    monkeypatch.setattr(scene.group, "start_attempt", lambda *_: {object(): scene.worker_id})
+    monkeypatch.setattr(scene.group, "ask_starved", lambda *_: None)
+    monkeypatch.setattr(scene.group.lifelines.bell, "watch", lambda ref: ref)
+    killed: list[frozenset[str]] = []
+
+    def reckon(*, hung: frozenset[str], **_: Any) -> Reckoning:
+        killed.append(hung)
+        return Reckoning(survivors=frozenset(), lost_workers=(scene.worker_id,), lost_nodes=())
+
+    monkeypatch.setattr(attempt_run, "reckon", reckon)
+    end = scene.run()
+    assert killed == [{scene.worker_id} if is_only_out_of_reach else set()]
+    assert isinstance(end, Broken)
+    assert end.fault.kind is FaultKind.WORKER_LOST
