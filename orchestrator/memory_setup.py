@@ -62,6 +62,7 @@ class MemorySetup:
         self._choice = MemoryChoice(mode="off", reason="no World yet")
         self._peers: dict[str, str | None] = {}
         self._said: tuple[object, ...] | None = None
+        self._has_begun = False
         self._monotonic = monotonic
         # By node, without the numbers in it: the same trouble of a later step is no new one.
         self._troubles: dict[str, tuple[str, float]] = {}  # and since when
@@ -81,7 +82,8 @@ class MemorySetup:
         draining: Collection[str],
         state_bytes: int | None,
     ) -> Stop | None:
-        """For a World of ``members`` among the living ``nodes``. A Stop where what was insisted on does not fit."""
+        """For a World of ``members`` among the living ``nodes``. A Stop where what was insisted on does not fit the
+        first of them: a run that trains is not ended because fewer nodes are left for it."""
         if self._config.mode == "off":
             return None
         greetings = {node: one for node, one in self._crew.greetings().items() if node in nodes}
@@ -107,7 +109,8 @@ class MemorySetup:
         self._told = {node: addresses[peer] for node, peer in self._peers.items() if peer in addresses}
         self._targets, self._redirected = dict(self._told), {}
         self._say()
-        if self._config.mode == "on" and not self._choice.fits:
+        is_first, self._has_begun = not self._has_begun, True
+        if self._config.mode == "on" and not self._choice.fits and is_first:
             text = f"checkpoint.memory.mode is on, but {self._choice.reason}; auto goes on with what fits"
             return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=text)
         return None

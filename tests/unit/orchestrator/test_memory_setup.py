@@ -137,6 +137,15 @@ def test_a_tier_that_is_insisted_on_and_does_not_fit_stops_the_run_before_traini
     assert "checkpoint.memory.mode is on, but" in stop.reason
 
 
+def test_a_run_that_trains_is_not_ended_because_what_it_insists_on_has_no_room_any_more() -> None:
+    """It has lost nodes; what it has trained since the last Checkpoint would be lost as well."""
+    bench = Bench(mode="on", budget=100 * MIB)
+    assert bench.arrange() is None
+    bench.members = bench.members[:2]
+    assert bench.arrange(state_bytes=60 * MIB) is None
+    assert [fields["mode"] for _, fields in bench.events] == ["replicated", "own-only"]
+
+
 def test_off_says_nothing_and_tells_nothing() -> None:
     bench = Bench(mode="off")
     assert bench.arrange() is None
