@@ -70,7 +70,8 @@ class Arena:
         claim(directory, run_id, incarnation)
         space = os.statvfs(directory)
         self.budget_bytes = space.f_bavail * space.f_frsize * 9 // 10 if budget_bytes is None else budget_bytes
-        self.generation_budget_bytes = min(self.budget_bytes, generation_budget_bytes or self.budget_bytes)
+        most = self.budget_bytes if generation_budget_bytes is None else generation_budget_bytes
+        self.generation_budget_bytes = min(self.budget_bytes, most)
 
     @property
     def used_bytes(self) -> int:
@@ -105,6 +106,13 @@ class Arena:
             lease = BufferLease(lease_id=buffer.lease_id, path=str(buffer.path), num_bytes=request.num_bytes)
         self._allocate(buffer)
         return lease
+
+    def is_short(self, request: LeaseRequest) -> bool:
+        """Whether it is room that a Snapshot to be shipped has no buffer for, and none of its rank is on its way."""
+        with self._lock:
+            used = sum(buffer.capacity for buffer in self._buffers if buffer.lease_id)
+            has_one = any(buffer.is_held_by(request) and buffer.is_shipment for buffer in self._buffers)
+            return not has_one and used + request.num_bytes > self.budget_bytes
 
     def lease_for_replica(self, num_bytes: int, where: str) -> str:
         """The lease of a buffer that a replica comes into; the caller has it sealed, and ends it with `release`.
@@ -151,6 +159,12 @@ class Arena:
                 return None
             buffer.holds.add(hold)
             return buffer.path
+
+    def is_only_kept(self, lease_id: str) -> bool:
+        """Whether the buffer becomes free with its generation: it is neither read nor shipped just now."""
+        with self._lock:
+            buffer = self._find(lease_id)
+            return buffer is not None and buffer.holds == {Hold.KEEP}
 
     def open(self, lease_id: str, num_bytes: int, *, writable: bool = False) -> memoryview:
         """View of the first ``num_bytes`` of a sealed buffer; drop it before `release`. ``writable``: a replica's."""

@@ -1,8 +1,8 @@
 """The ledger of what a Keeper holds in memory: own generations, replicas of peers', which are whole, which may go.
 
 Thread-safe, without threads or I/O of its own. Dropping follows the safe step alone: with step s of Attempt a safe,
-everything of older Attempts and everything of a before s goes. More is given up only where room runs out (`give_way`),
-and of a rank's replicas where newer ones come although none has become safe.
+everything of older Attempts and everything of a before s goes. More is given up only where room runs out (`give_way`,
+`give_way_to_save`), and of a rank's replicas where newer ones come although none has become safe.
 """
 
 from __future__ import annotations
@@ -131,6 +131,15 @@ class Generations:
             over = [g for g in older if best.get((g.rank, g.is_replica)) != (g.step, g.attempt.number)]
             self._remove(over)
             return bool(over)
+
+    def give_way_to_save(self, attempt: Attempt, becomes_free: Callable[[Generation], bool]) -> bool:
+        """Room has run out for a save to the store, which outlasts whatever is in memory: one of those whose buffer
+        ``becomes_free`` goes, of an older Attempt or with a replica elsewhere first. False: there is none."""
+        with self._changed:
+            found = [g for g in self._held if becomes_free(g)]
+            found.sort(key=lambda g: (g.attempt.number >= attempt.number, g.is_replica, not g.is_replicated, g.step))
+            self._remove(found[:1])
+            return bool(found)
 
     def remove(self, generation: Generation, error: str) -> None:
         """It is not what was sealed: nobody may read it."""

@@ -117,7 +117,7 @@ class Keeper:
         generations. Safe to ask twice."""
         with self._lock:
             self._admit("lease", request.run_id, request.attempt.number, request.step, request.rank)
-        return self._memory.lease(request) if request.is_generation else self._arena.lease(request)
+        return self._memory.lease(request) if request.is_generation else self._memory.lease_to_ship(request)
 
     def seal(self, snapshot: SealedSnapshot) -> None:
         """Take a whole Snapshot over. Safe to repeat when the answer got lost."""

@@ -86,6 +86,29 @@ class MemoryTier:
             self._generations.note_error(request.attempt, request.rank, f"no buffer for it: {error}")
             raise
 
+    def lease_to_ship(self, request: LeaseRequest) -> BufferLease | None:
+        """A buffer for a Snapshot that goes to the store alone; None while others of the rank are on their way there.
+
+        No generation keeps a Checkpoint from being saved: where there is no room for one, as many as need be give way.
+        """
+        num_given_up = 0
+        while True:
+            lease, shortage = None, None
+            try:
+                lease = self._arena.lease(request)
+            except NoRoom as error:
+                shortage = error
+            is_short = lease is None and (shortage is not None or self._arena.is_short(request))
+            if not is_short or not self._generations.give_way_to_save(request.attempt, self._becomes_free):
+                break
+            num_given_up += 1
+        if num_given_up:
+            reason = f"step {request.step}: {num_given_up} Snapshots in memory gave way to a save, for want of room"
+            self._generations.note_error(request.attempt, request.rank, reason)
+        if shortage is not None:
+            raise shortage
+        return lease
+
     def take(self, snapshot: SealedSnapshot) -> None:
         """Keep ``snapshot``, whose buffer is sealed, and see to its replica."""
         path = self._arena.hold(snapshot.lease_id, Hold.KEEP)
@@ -175,6 +198,9 @@ class MemoryTier:
                 receipt = receipt.model_copy(update={"tier": "own-memory", "stall_s": generation.snapshot.stall_s})
             generation.receipt = receipt
         return generation.receipt
+
+    def _becomes_free(self, generation: Generation) -> bool:
+        return self._arena.is_only_kept(generation.lease_id)
 
     def _drop(self, generation: Generation) -> None:
         self._arena.release(generation.lease_id, Hold.KEEP)
