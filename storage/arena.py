@@ -7,6 +7,7 @@ worker's mapping storage.buffer_map's, the directory storage.arena_directory's.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -41,7 +42,7 @@ _GRAIN: Final = 1 << 16
 
 
 class NoRoom(StorageError):
-    """A budget is used up."""
+    """A budget, or the memory itself, is used up."""
 
 
 class Arena:
@@ -340,7 +341,9 @@ class Arena:
             except OSError as error:
                 with self._lock:
                     self._drop(buffer)
-                raise StorageError(f"no buffer of {buffer.capacity} bytes at {buffer.path}: {error}") from error
+                # Others use this memory too, Ray's object store say: less may be left than when the budget was made.
+                kind = NoRoom if error.errno in (errno.ENOSPC, errno.ENOMEM) else StorageError
+                raise kind(f"no buffer of {buffer.capacity} bytes at {buffer.path}: {error}") from error
             with self._lock:
                 if buffer not in self._buffers:  # its owner died, or the arena was closed, meanwhile
                     buffer.path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,21 @@ def test_a_save_that_never_fits_is_refused_with_the_reason(bench: MemoryBench) -
     keeper = bench.keeper("a", budget_bytes=ROOM)
     with pytest.raises(NoRoom, match="give the node more shared memory"):
         ask_to_ship(keeper, 1, num_bytes=2 * ROOM)
+
+
+def test_memory_that_others_took_costs_generations_and_no_save(
+    bench: MemoryBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = bench.keeper("a")
+    hold(keeper, 1)
+
+    def fallocate(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    assert keep(keeper, arrays(2), step=2) is None
+    assert "No space left" in (keeper.status().memory_error or "")
+    assert ask_to_ship(keeper, 2) is not None
 
 
 def test_a_node_without_memory_to_give_has_no_room_for_generations(tmp_path: Path) -> None:
