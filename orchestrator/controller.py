@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from orchestrator.aftermath import Aftermath
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Finished, Left
@@ -40,7 +41,7 @@ from storage.keys import Attempt
 from storage.sources import RestorePlan
 from workers.contract import AttemptSpec, Member, OrderKind, World
 
-__all__ = ["Controller", "RunEnd"]
+__all__ = ["Controller", "RunEnd", "is_in_memory_alone"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +51,27 @@ class RunEnd:
     exit_code: ExitCode
     reason: str
     weights_digest: str | None = None
+
+
+class Progress(Protocol):
+    """What is asked of the recorder about the Attempt that has ended."""
+
+    @property
+    def steps_this_attempt(self) -> int: ...
+
+    @property
+    def safe_step_this_attempt(self) -> int: ...
+
+
+def is_in_memory_alone(end: AttemptEnd | None, progress: Progress, durable_step: int | None, *, was: bool) -> bool:
+    """Whether memory holds newer steps than any Checkpoint, which would go with this driver. ``was``: so before."""
+    if isinstance(end, Left):
+        return end.is_parted
+    if not isinstance(end, Broken):
+        return False
+    if not progress.steps_this_attempt:
+        return was
+    return durable_step is not None and progress.safe_step_this_attempt > durable_step
 
 
 class Controller:
@@ -154,11 +176,11 @@ class Controller:
     def run(self) -> RunEnd:
         """Attempt after Attempt until a Stop."""
         cause = "start" if self._journal.last_attempt_number() == 0 else "driver-restart"
-        is_first = True
+        is_first, is_unsaved = True, False
         end: AttemptEnd | None = None
         while True:
             self._move(State.GATHERING)
-            is_unsaved = isinstance(end, Left) and end.is_parted
+            is_unsaved = is_in_memory_alone(end, self._recorder, self._chooser.durable_step, was=is_unsaved)
             members = self._gathering.members(wait_for_more=is_first, is_unsaved=is_unsaved)
             if isinstance(members, Stop):
                 return self._end(members)
