@@ -68,7 +68,7 @@ class Draft:
         """Copy everything; the digest of the header. Raises StorageError for a tensor that changed meanwhile."""
         with _side_stream(self.ready):
             copy_chunks(view, self.layout.chunks, self.parts)
-        changed = [name for name, tensor, version in self.versions if tensor._version != version]
+        changed = sorted({name for name, tensor, version in self.versions if tensor._version != version})
         if changed:
             raise StorageError(
                 f"rank {self.header.rank} step {self.header.step}: {changed[0]} and {len(changed) - 1} more tensors "
@@ -130,7 +130,8 @@ class Stager:
             header=header,
             layout=layout,
             parts=parts | early,
-            versions=tuple((name, tensor, tensor._version) for name, tensor in late.items()),
+            # A DTensor counts what is done to it, its local part what is done to that.
+            versions=tuple((name, one, one._version) for name in late for one in (late[name], parts[name])),
             ready=ready,
         )
 

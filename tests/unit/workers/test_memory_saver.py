@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,12 +208,24 @@ def test_buffers_random_state_and_trackers_that_change_at_once_are_those_of_the_
     assert "tracker.average.value" in found
 
 
-def test_a_weight_changed_between_two_updates_keeps_the_snapshot_out_of_memory(bench: Bench) -> None:
+def halve(parameter: torch.nn.Parameter) -> None:
+    parameter.mul_(0.5)
+
+
+def halve_the_local_part(parameter: torch.nn.Parameter) -> None:
+    assert isinstance(parameter, DTensor)
+    parameter.to_local().mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [halve, halve_the_local_part])
+def test_a_weight_changed_between_two_updates_keeps_the_snapshot_out_of_memory(
+    bench: Bench, change: Callable[[torch.nn.Parameter], None]
+) -> None:
     bench.train()
     bench.keeper.set(is_held=True)
     bench.take()
     with torch.no_grad():
-        next(bench.living.model.parameters()).mul_(0.5)
+        change(next(bench.living.model.parameters()))
     bench.keeper.set()
     bench.saver.settle()
     bench.train()
