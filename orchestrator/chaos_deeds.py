@@ -78,8 +78,9 @@ class Deeds:
             case ChaosVerb.KILL_NODE:
                 self._kill_node(self._choose_node(action), action, action.verb)
             case ChaosVerb.ADD_NODE:
+                at_s = time.time()
                 node = self._cluster.add_node()
-                self._record(action, action.verb, time.time(), node_id=node.node_id, detail=f"node {node.number}")
+                self._record(action, action.verb, at_s, node_id=node.node_id, detail=f"node {node.number}")
             case ChaosVerb.KILL_WORKER | ChaosVerb.STOP_WORKER | ChaosVerb.OOM_WORKER | ChaosVerb.RAISE_IN_WORKER:
                 self._hit_worker(action)
             case ChaosVerb.DRAIN_NODE:

@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from orchestrator import supervisor
+from orchestrator import chaos_deeds, supervisor
 from orchestrator.chaos import parse_chaos
 from orchestrator.driver_child import DriverChild, driver_command
 from orchestrator.event_tail import EventTail
@@ -167,6 +169,22 @@ def test_a_node_is_killed_and_buried_and_one_is_added_when_their_steps_come(tmp_
     assert not arena.exists()
 
 
+def test_a_node_s_line_is_stamped_just_before_it_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path, "add-node@2", [(range(1, 4), 0)])
+    clock = [1010.0]
+    monkeypatch.setattr(chaos_deeds, "time", SimpleNamespace(time=lambda: clock[0], monotonic=time.monotonic))
+    add_node = stage.cluster.add_node
+
+    def add_slowly() -> LocalNode:
+        clock[0] += 5.0
+        return add_node()
+
+    monkeypatch.setattr(stage.cluster, "add_node", add_slowly)
+    assert stage.supervisor.run() == 0
+    (line,) = [event for event in read_events(stage.events) if event["event"] == "chaos"]
+    assert line["t_s"] == pytest.approx(10.0)
+
+
 def test_only_shared_memory_of_the_supervisors_own_nodes_is_removed_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,11 +314,11 @@ def test_a_fault_that_waits_for_a_save_strikes_when_one_begins(tmp_path: Path) -
     assert [(node, step) for _, node, _, step in stage.chaos()] == [("node2", 3), ("node1", 6)]
 
 
-@pytest.mark.parametrize("verb", ["cut-node:2", "restart-head"])
-def test_a_link_is_cut_and_a_head_restarted(tmp_path: Path, verb: str) -> None:
+@pytest.mark.parametrize(("verb", "deed"), [("cut-node:2", "cut 2"), ("restart-head", "restart head")])
+def test_a_link_is_cut_and_a_head_restarted(tmp_path: Path, verb: str, deed: str) -> None:
     stage = Stage(tmp_path, f"{verb}@2", [(range(1, 5), 0)])
     assert stage.supervisor.run() == 0
-    assert stage.cluster.done == ["cut 2"] if verb == "cut-node:2" else ["restart head"]
+    assert stage.cluster.done == [deed]
     assert [entry[0] for entry in stage.chaos()] == [verb.partition(":")[0]]
 
 
