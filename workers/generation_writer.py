@@ -81,7 +81,7 @@ class GenerationWriter:
                 left_s = max(0.0, ticket.until - time.monotonic())
                 self._changed.wait_for(lambda: self._ticket is None or self._trouble, min(_CHECK_S, left_s))
             if self._trouble is not None:
-                raise RuntimeError(f"{self._name}: its side thread of the memory Tier broke: {self._trouble}")
+                raise StorageError(f"{self._name}: its side thread of the memory Tier broke: {self._trouble}")
             if self._ticket is not None or self._is_closing:
                 return False
             self._ticket = ticket

@@ -63,6 +63,12 @@ class ReplicaWatch:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception:  # noqa: BLE001  the outermost edge: no step becomes safe any more, and training goes on
+            _log.exception("%s: nobody asks any more which generations have their replicas", self._name)
+
+    def _watch(self) -> None:
         while (request := self._next()) is not None:
             asked_at = time.monotonic()
             progress = self._ask(request)

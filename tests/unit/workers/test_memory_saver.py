@@ -18,11 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from storage.dcp_writer import local_parts
+from storage.errors import StorageError
 from tests.fakes.memory_keeper import MemoryKeeper
 from tests.fakes.rank_processes import make_spec
 from tests.fakes.small_training import ATTEMPT, RUN_ID, build_state, train_step
 from tests.fakes.worker_settings import make_settings
-from workers.contract import MemorySpec
+from workers.contract import CauseKind, MemorySpec
+from workers.failure_cause import classify
 from workers.local_step import looks_at_no_tensor, step_locally
 from workers.memory_saver import MemorySaver
 from workers.names import named_parameters
@@ -269,6 +271,20 @@ def test_a_keeper_that_is_away_costs_generations_and_nothing_else(bench: Bench) 
     assert bench.take(wait_s=20.0)
     assert bench.keeper.sealed[-1].step == bench.step
     assert bench.saver.num_left_out >= 3
+
+
+def test_a_fault_of_the_side_thread_ends_the_attempt_and_is_no_error_of_the_training_code(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise RuntimeError("unforeseen")
+
+    bench.train()
+    monkeypatch.setattr(bench.stager, "fill", fail)
+    assert not bench.take(wait_s=20.0)
+    with pytest.raises(StorageError, match="side thread of the memory Tier broke: RuntimeError: unforeseen") as caught:
+        bench.take()
+    assert classify(caught.value) is CauseKind.STORAGE
 
 
 def test_a_save_for_the_store_is_the_same_copy_and_is_kept_too(bench: Bench) -> None:
