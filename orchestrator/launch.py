@@ -204,8 +204,8 @@ class _Driver:
                 durable_step=durable_step,
             )
             return controller.run()
-        except ray.exceptions.RayError:
-            crew.leave_behind()
+        except Exception:
+            crew.leave_behind()  # no verdict of this driver: the same command goes on from what memory holds
             raise
         finally:
             desk.close()
