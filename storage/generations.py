@@ -72,9 +72,9 @@ class Generations:
         """Whether ``ref`` may come in; False when it is held. Raises StorageError when it is refused."""
         where = f"replica of step {ref.step} rank {ref.rank} of attempt {ref.attempt.label}"
         with self._changed:
-            self._note(ref.attempt, ref.step, ref.safe_step)
-            if ref.attempt.number < self._newest_attempt:
+            if ref.attempt.number < self._newest_attempt:  # nor is its word about what may go taken
                 raise StorageError(f"{where}: that attempt is over, attempt {self._newest_attempt} has begun")
+            self._note(ref.attempt, ref.step, ref.safe_step)
             if self._is_obsolete(ref.attempt, ref.step):
                 raise StorageError(f"{where}: step {self._safe[1]} is safe, older ones are not kept")
             if self._find(ref.attempt, ref.step, ref.rank, is_replica=True):

@@ -138,6 +138,17 @@ def test_the_word_of_a_late_rank_about_an_older_safe_step_changes_nothing(ledger
     assert [g.step for g in ledger.whole()] == [3, 4]
 
 
+def test_a_late_replica_of_an_attempt_that_is_over_takes_nothing_from_the_one_that_went_on_from_it(
+    ledger: Ledger,
+) -> None:
+    ledger.seal(3)
+    ledger.note_lease(SECOND, 4, -1)  # it went on from step 3: a node was lost, and step 5 with it
+    with pytest.raises(StorageError, match="attempt 2 has begun"):
+        ledger.begin_replica(ref(6, rank=1, safe_step=5))
+    assert ledger.find(FIRST, 3, 0) is not None
+    assert ledger.dropped == []
+
+
 def test_a_fourth_replica_of_a_rank_takes_the_place_of_one_that_may_go(ledger: Ledger) -> None:
     for step in (1, 2, 3):
         assert ledger.begin_replica(ref(step))
