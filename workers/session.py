@@ -1,7 +1,7 @@
 """What a training loop sees: the restored state, its steps, and the end of each step, where a Run is made to survive.
 
 `step_end` owns one small all-reduce a step. The vector of step s is read at the end of step s + 1, when it has long
-arrived, so no step waits for its own; only a step that carries out an Order, or is the last, reads its own at once.
+arrived, so a step does not wait for its own; only one that a Snapshot is taken of, or the last, reads its own at once.
 What is in a Checkpoint and how it is stored is decided elsewhere.
 """
 
