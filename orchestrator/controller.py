@@ -30,7 +30,7 @@ from orchestrator.plan_chooser import PlanChooser
 from orchestrator.recorder import Recorder
 from orchestrator.request_work import Desk, RequestWork
 from orchestrator.resume import Resume
-from orchestrator.scaling_policy import WorkerView
+from orchestrator.scaling_policy import WorkerView, nodes_that_stay
 from orchestrator.sizing import SCALE, Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
 from orchestrator.states import State, checked_move
@@ -275,9 +275,16 @@ class Controller:
         return self._memory.arrange(
             world.members,
             nodes={node_id: node for node_id, node in self._watcher.view().nodes.items() if node_id in living},
-            draining=self._gathering.draining(),
+            leaving=self._leaving(world),
             state_bytes=max(sizes, default=None),
         )
+
+    def _leaving(self, world: World) -> frozenset[str]:
+        """Nodes that take no replicas: those with a notice, and, where others are there, those to be given back."""
+        draining, listed = self._gathering.draining(), self._watcher.view().nodes.keys()
+        members = [member.worker_id for member in world.members]
+        staying = nodes_that_stay(self._group.views(draining), members, self._sizing.num_workers)
+        return draining | (listed - staying) if len(staying) > 1 else draining
 
     def _choose_plan(self, world: World, before: AttemptEnd | None) -> RestorePlan | Stop | None:
         try:

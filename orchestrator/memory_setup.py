@@ -68,6 +68,7 @@ class MemorySetup:
         self._troubles: dict[str, tuple[str, float]] = {}  # and since when
         self._said_errors: dict[str, str] = {}
         self._domains: dict[str, str | None] = {}
+        self._leaving: frozenset[str] = frozenset()
         self._budgets: dict[str, int] = {}  # of every Keeper that ever was
         self._told: dict[str, TransportAddress] = {}  # by member node: where its ranks were told that replicas go
         self._targets: dict[str, TransportAddress] = {}  # and where they go now
@@ -79,7 +80,7 @@ class MemorySetup:
         members: Sequence[Member],
         *,
         nodes: Mapping[str, NodeView],
-        draining: Collection[str],
+        leaving: Collection[str],
         state_bytes: int | None,
     ) -> Stop | None:
         """For a World of ``members`` among the living ``nodes``. A Stop where what was insisted on does not fit the
@@ -95,7 +96,7 @@ class MemorySetup:
         ranks = Counter(member.node_id for member in members)
         # A member's Keeper may have died just now: its successor on that node has as much to give.
         self._budgets |= {node: greeting.budget_bytes for node, greeting in greetings.items()}
-        peers = assign_peers(domains, ranks, leaving=draining)
+        peers = assign_peers(domains, ranks, leaving=leaving)
         facts = MemoryFacts(
             state_bytes=state_bytes,
             ranks=ranks,
@@ -105,7 +106,7 @@ class MemorySetup:
         self._choice = decide_memory(self._config, facts)
         self._peers = peers if self._choice.mode == "replicated" else dict.fromkeys(ranks)
         addresses = {node: greeting.address for node, greeting in greetings.items() if greeting.address is not None}
-        self._domains = domains
+        self._domains, self._leaving = domains, frozenset(leaving)
         self._told = {node: addresses[peer] for node, peer in self._peers.items() if peer in addresses}
         self._targets, self._redirected = dict(self._told), {}
         self._say()
@@ -137,7 +138,8 @@ class MemorySetup:
         """Where a Keeper that takes replicas has died, have them sent to its successor, or to another one."""
         living = {node: one.address for node, one in self._crew.greetings().items() if one.address is not None}
         lost = [node for node, target in self._targets.items() if living.get(target.node_id) != target]
-        others = assign_peers({node: self._domains.get(node) for node in living}, self._targets) if lost else {}
+        domains = {node: self._domains.get(node) for node in living}
+        others = assign_peers(domains, self._targets, leaving=self._leaving) if lost else {}
         for node in lost:
             target, peer = living.get(self._targets[node].node_id), others[node]
             if target is None and peer is not None:

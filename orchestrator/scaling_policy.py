@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from orchestrator.config import WorldConfig
 from orchestrator.decisions import Keep, Leave, Wait
@@ -16,6 +16,7 @@ __all__ = [
     "choose_surplus",
     "decide_leave",
     "growth_gain_s",
+    "nodes_that_stay",
     "nodes_to_admit",
     "refuse_size",
     "wait_reason",
@@ -90,6 +91,13 @@ def choose_surplus(workers: Sequence[WorkerView], wanted: int) -> tuple[str, ...
     free = sorted((w for w in staying if not w.is_member), key=lambda w: w.worker_id, reverse=True)
     free.sort(key=lambda w: (w.is_ready, on_node[w.node_id]))
     return tuple(worker.worker_id for worker in free[: max(0, len(staying) - wanted)])
+
+
+def nodes_that_stay(workers: Sequence[WorkerView], members: Collection[str], wanted: int) -> frozenset[str]:
+    """Nodes that a coming World of ``members`` will not give back: theirs, and those of the spares that it keeps."""
+    coming = [replace(worker, is_member=worker.worker_id in members) for worker in workers]
+    surplus = choose_surplus(coming, wanted)
+    return frozenset(w.node_id for w in coming if not w.is_draining and w.worker_id not in surplus)
 
 
 def growth_gain_s(*, steps_left: int, step_s: float, num_leaves: int, old: int, new: int) -> float:

@@ -67,8 +67,8 @@ class Bench:
     def emit(self, event: str, **fields: Any) -> None:
         self.events.append((event, fields))
 
-    def arrange(self, state_bytes: int | None = 30 * MIB, draining: str = "") -> Stop | None:
-        return self.setup.arrange(self.members, nodes=self.nodes, draining=set(draining), state_bytes=state_bytes)
+    def arrange(self, state_bytes: int | None = 30 * MIB, leaving: str = "") -> Stop | None:
+        return self.setup.arrange(self.members, nodes=self.nodes, leaving=set(leaving), state_bytes=state_bytes)
 
     def finish_step(self, safe_step: int) -> None:
         report = StepReport(
@@ -106,7 +106,7 @@ def test_zones_are_read_from_the_node_s_labels() -> None:
 
 def test_a_draining_node_and_one_that_is_gone_take_no_replicas() -> None:
     bench = Bench()
-    bench.arrange(draining="b")
+    bench.arrange(leaving="b")
     assert [bench.peer(node) for node in "abc"] == ["c", "a", "a"]
     del bench.nodes["b"]
     bench.members = bench.members[::2]
@@ -209,6 +209,15 @@ def test_replicas_follow_a_keeper_to_its_successor_and_from_a_lost_node_to_anoth
     bench.crew.living |= {"b": lost, "c": replace(bench.crew.living["c"], address=successor)}
     bench.setup.follow_keepers()
     assert bench.crew.redirected[1:] == [("a", "b", "c", 7), ("b", "c", "c", 7)]
+
+
+def test_replicas_are_not_redirected_to_a_node_that_goes_away() -> None:
+    bench = Bench("abcd")
+    bench.arrange(leaving="c")
+    assert [bench.peer(node) for node in "abcd"] == ["b", "d", "a", "a"]
+    del bench.crew.living["b"]
+    bench.setup.follow_keepers()
+    assert bench.crew.redirected == [("a", "b", "d", ord("d"))]
 
 
 def test_a_keeper_that_takes_another_s_place_is_told_again_where_replicas_go() -> None:

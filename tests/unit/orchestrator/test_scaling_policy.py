@@ -17,6 +17,7 @@ from orchestrator.scaling_policy import (
     choose_surplus,
     decide_leave,
     growth_gain_s,
+    nodes_that_stay,
     nodes_to_admit,
     refuse_size,
     wait_reason,
@@ -54,6 +55,18 @@ def test_a_world_that_shrinks_gives_a_whole_node_back() -> None:
 def test_a_warm_spare_takes_a_lost_members_place_at_equal_size() -> None:
     workers = [view("a", member=True), view("b", member=True), view("spare")]  # the third member is gone
     assert len(choose_members(workers, CONFIG)) == CONFIG.max_workers
+
+
+def test_nodes_that_a_smaller_world_gives_back_do_not_stay_and_those_of_spares_do() -> None:
+    """Before the World has begun: who was a member of the last one says nothing."""
+    workers = [view(name, member=True) for name in "abcd"]
+    assert nodes_that_stay(workers, ["a", "b"], 2) == {"n-a", "n-b"}
+    assert nodes_that_stay(workers, ["a", "b"], 3) == {"n-a", "n-b", "n-c"}
+    assert nodes_that_stay([*workers[:2], view("c", draining=True), view("d", ready=False)], ["a"], 3) == {
+        "n-a",
+        "n-b",
+        "n-d",
+    }
 
 
 def test_a_notice_for_a_member_parts_the_world_at_once_though_others_are_starting() -> None:
