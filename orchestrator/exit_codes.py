@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     CONFIG_ERROR = 10  # nothing was started: bad config, path, permission, batch arithmetic, mismatching Checkpoint
     USER_ERROR = 11  # the training code raised and max_user_errors is used up
     FAILURE_BUDGET = 12  # infrastructure failures used up their budget
-    PREEMPTED = 13  # every node is going away, or the preemption budget is used up
+    PREEMPTED = 13  # the preemption budget is used up
     STOPPED = 14  # Ctrl-C, SIGTERM or `ray job stop`
     BELOW_MINIMUM = 15  # fewer than world.min_workers for longer than world.max_wait_s
     STORAGE_OUTAGE = 16  # the store stayed away too long, or too many saves in a row failed
