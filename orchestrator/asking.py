@@ -87,7 +87,7 @@ class Asking:
         self._store.put(request_key(request.nonce), request.model_dump_json().encode())
         reply: Reply | None = None
         try:
-            reply = self._await(request, until_done, timeout_s)
+            reply = self._await(request, until_done, timeout_s) or self._withdraw(request)
         finally:
             if reply is None or reply.is_final:  # nobody has it, or nobody needs it any more
                 self._store.delete([request_key(request.nonce), reply_key(request.nonce)])
@@ -130,6 +130,11 @@ class Asking:
                     return last
                 raise DriverGone(request.driver)
             self._sleep(self._poll_s)
+
+    def _withdraw(self, request: Request) -> Reply | None:
+        """A reply here comes from a driver that took it at the last moment, and goes on with it."""
+        self._store.delete([request_key(request.nonce)])
+        return read_reply(self._store, request.nonce)
 
     def _lives(self, driver: str, pulse: _Pulse) -> bool:
         try:

@@ -183,6 +183,10 @@ class RequestDesk:
             self._refuse(nonce, f"it was made for driver {request.driver}, which is gone: ask again")
             return
         self._put(Reply(nonce=nonce, driver=self._driver, state="taken"))
+        # Its maker withdraws it and then looks for a reply: one of the two sees the other.
+        if self._read(nonce) is None:
+            self._refuse(nonce, "it was withdrawn before it was taken")
+            return
         self._know(nonce)
         with self._lock:
             self._taken.append(request)

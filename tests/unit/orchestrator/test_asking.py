@@ -6,13 +6,14 @@ Real: the Lease, the desk and its replies, a memory store. Scripted: time, which
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from orchestrator.asking import Asking, DriverGone, NoDriver, NotARun
 from orchestrator.requests import Reply, Request, RequestDesk
 from storage.errors import StoreUnavailable
-from storage.keys import CONTROL, RUN
+from storage.keys import CONTROL, RUN, parse_request_key, reply_key
 from storage.lease import Lease, Owner, acquire
 from storage.memory_store import MemoryStore
 
@@ -104,6 +105,27 @@ def test_a_request_that_nobody_takes_is_withdrawn() -> None:
     answer = scene.asking().ask("save", None, until_done=True, timeout_s=30.0)
     assert answer.reply is None
     assert scene.left() == []
+
+
+def test_a_request_that_is_taken_as_it_is_withdrawn_is_not_said_to_be_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver had read it before it was removed."""
+    scene = Scene("crossed")
+    scene.answers = False
+    delete = scene.store.delete
+
+    def take_first(keys: list[str], **options: Any) -> None:
+        monkeypatch.setattr(scene.store, "delete", delete)
+        nonce = parse_request_key(keys[0])
+        assert nonce is not None
+        scene.store.put(reply_key(nonce), Reply(nonce=nonce, driver=DRIVER, state="taken").model_dump_json().encode())
+        delete(keys, **options)
+
+    monkeypatch.setattr(scene.store, "delete", take_first)
+    answer = scene.asking().ask("save", None, until_done=False, timeout_s=5.0)
+    assert answer.reply is not None
+    assert answer.reply.state == "taken"
 
 
 def test_a_driver_that_died_long_ago_is_not_asked() -> None:

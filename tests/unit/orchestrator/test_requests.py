@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -237,6 +238,23 @@ def test_a_request_whose_taking_seemed_to_fail_is_still_done_once() -> None:
     for _ in range(3):
         desk.look()
     assert len(desk.take()) == 1
+
+
+def test_a_request_that_is_withdrawn_while_it_is_taken_is_not_done() -> None:
+    class Withdrawn(MemoryStore):
+        def put(self, key: str, *rest: Any, **options: Any) -> Any:
+            self.delete([request_key(NONCE)])
+            return super().put(key, *rest, **options)
+
+    store = Withdrawn("withdrawn")
+    MemoryStore.put(
+        store, request_key(NONCE), Request(nonce=NONCE, driver=DRIVER, wish="stop").model_dump_json().encode()
+    )
+    desk = RequestDesk(store, DRIVER)
+    for _ in range(2):
+        desk.look()
+    assert desk.take() == ()
+    assert state_of(store) == "refused"
 
 
 def test_a_request_holds_what_its_wish_needs_and_nothing_else() -> None:
