@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,8 @@ __all__ = ["CHAOS_DIRECTORY_VARIABLE", "ChaosError", "open_seam", "strike"]
 
 CHAOS_DIRECTORY_VARIABLE: Final = "RAYSUME_CHAOS_DIRECTORY"
 _TRAINING_THREAD: Final = "train-"
+_AWAITED_S: Final = 60.0
+_LOOK_S: Final = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +56,16 @@ def _listen(pipe: Path) -> None:
 
 
 def _raise_in_training() -> None:
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(_TRAINING_THREAD)]
+    """Between two Worlds nothing trains: the deed is told as done, so it is done as soon as there is somebody."""
+    until = time.monotonic() + _AWAITED_S
+    while not (threads := _training_threads()) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
     for thread in threads:
         _log.warning("chaos: raising in %s", thread.name)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(ChaosError))
     if not threads:
         _log.error("chaos: there is no training thread to raise in")
+
+
+def _training_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(_TRAINING_THREAD)]

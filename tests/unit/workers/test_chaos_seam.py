@@ -48,6 +48,30 @@ def test_an_order_raises_in_the_training_thread_alone_and_counts_as_the_training
     is_over.set()
 
 
+def test_an_order_between_two_worlds_raises_in_the_next_training_thread(tmp_path: Path) -> None:
+    caught = threading.Event()
+
+    def train() -> None:
+        deadline = time.monotonic() + WAIT_S
+        try:
+            while time.monotonic() < deadline:
+                sum(range(100))
+        except ChaosError:
+            caught.set()
+
+    open_seam(str(tmp_path))
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            strike(tmp_path, os.getpid())
+            break
+        except OSError:  # the listener has not opened its end yet
+            assert time.monotonic() < deadline
+    assert not caught.wait(0.2), "nobody is there yet"
+    threading.Thread(target=train, name="train-2.abc-rank-0", daemon=True).start()
+    assert caught.wait(WAIT_S)
+
+
 def test_an_order_to_nobody_is_an_error_and_waits_for_none(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         strike(tmp_path, 1)
