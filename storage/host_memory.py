@@ -11,17 +11,22 @@ from typing import Final
 __all__ = ["available_bytes"]
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
+_LIMITS: Final = (  # of the second and of the first version of control groups: limit, use, statistics, key in these
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), groups: Path = _GROUPS) -> int:
     """Bytes that can be had without swapping: the kernel's estimate, or what a container's limit leaves."""
     lines = (line.split() for line in meminfo.read_text().splitlines())
     free = next(int(words[1]) << 10 for words in lines if words[:1] == ["MemAvailable:"])
-    limit = _number(groups / "memory.max")  # "max" where there is none
-    used = _number(groups / "memory.current")
-    if limit is None or used is None:
-        return free
-    return max(0, min(free, limit - used + _reclaimable(groups / "memory.stat")))
+    for limit_file, used_file, stat_file, key in _LIMITS:
+        limit = _number(groups / limit_file)  # "max", or more than any machine has, where there is none
+        used = _number(groups / used_file)
+        if limit is not None and used is not None:
+            free = min(free, limit - used + _reclaimable(groups / stat_file, key))
+    return max(0, free)
 
 
 def _number(path: Path) -> int | None:
@@ -32,10 +37,10 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _reclaimable(path: Path) -> int:
+def _reclaimable(path: Path, key: str) -> int:
     """Pages of files that nobody used lately: they count as used, but give way."""
     try:
         pairs = (line.split() for line in path.read_text().splitlines())
-        return sum(int(words[1]) for words in pairs if words[:1] == ["inactive_file"])
+        return sum(int(words[1]) for words in pairs if words[:1] == [key])
     except OSError:
         return 0

@@ -31,5 +31,17 @@ def test_what_the_machine_has_left_within_the_containers_limit(
     assert available_bytes(tmp_path / "meminfo", tmp_path) == expected
 
 
+@pytest.mark.parametrize(("limit", "expected"), [("1000000", 700000), ("9223372036854771712", FREE)])
+def test_the_limit_of_a_container_under_control_groups_of_the_first_version(
+    tmp_path: Path, limit: str, expected: int
+) -> None:
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("400000\n")
+    (tmp_path / "memory" / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 100000\n")
+    assert available_bytes(tmp_path / "meminfo", tmp_path) == expected
+
+
 def test_this_machine_says_how_much_it_has() -> None:
     assert available_bytes() > 0
