@@ -71,8 +71,11 @@ class Arena:
         claim(directory, run_id, incarnation)
         space = os.statvfs(directory)
         self.budget_bytes = space.f_bavail * space.f_frsize * 9 // 10 if budget_bytes is None else budget_bytes
-        most = self.budget_bytes if generation_budget_bytes is None else generation_budget_bytes
-        self.generation_budget_bytes = min(self.budget_bytes, most)
+        self.limit_generations(self.budget_bytes if generation_budget_bytes is None else generation_budget_bytes)
+
+    def limit_generations(self, num_bytes: int) -> None:
+        """The most that generations and replicas may take from now on."""
+        self.generation_budget_bytes = min(self.budget_bytes, num_bytes)
 
     @property
     def used_bytes(self) -> int:

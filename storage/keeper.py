@@ -73,9 +73,10 @@ class Keeper:
     ) -> None:
         self._run_id, self._node_id, self._build_digest = run_id, node_id, build_digest
         self._clock = clock
-        if generation_budget_bytes is None:
+        self._arena = Arena(arena_dir, run_id, budget_bytes)
+        if generation_budget_bytes is None:  # only now: what a Keeper that was killed held is free again
             generation_budget_bytes = int(available_bytes() * config.memory.max_host_memory)
-        self._arena = Arena(arena_dir, run_id, budget_bytes, generation_budget_bytes=generation_budget_bytes)
+        self._arena.limit_generations(generation_budget_bytes)
         try:
             self._memory = MemoryTier(self._arena, run_id, node_id, config.memory, host=host, key=transport_key)
         except BaseException:

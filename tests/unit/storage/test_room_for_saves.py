@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from storage.arena import Arena, NoRoom
+from storage.config import CheckpointConfig
 from storage.keeper import Keeper
 from storage.keeper_protocol import BufferLease, LeaseRequest
 from storage.keys import Attempt
+from storage.memory_store import MemoryStore
 from tests.fakes.memory_bench import FIRST, SECOND, WAIT_S, MemoryBench, arrays, keep, steps
+from tests.fakes.recording_sink import RecordingSink
 
 SIZE = 640 * 4096
 ROOM = 4 << 20  # one Snapshot, and not two
@@ -106,3 +109,25 @@ def test_a_node_without_memory_to_give_has_no_room_for_generations(tmp_path: Pat
         assert arena.generation_budget_bytes == 0
     finally:
         arena.close()
+
+
+def test_what_a_killed_keeper_held_counts_as_free_for_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "arena"
+    place.mkdir()
+    left = place / "buffer-of-a-killed-keeper"
+    left.write_bytes(bytes(1000))
+    was_there: list[bool] = []
+
+    def available() -> int:
+        was_there.append(left.exists())
+        return 4 << 20
+
+    monkeypatch.setattr("storage.keeper.available_bytes", available)
+    keeper = Keeper("run", "a", MemoryStore(), RecordingSink(), CheckpointConfig(), place, budget_bytes=1 << 26)
+    try:
+        assert was_there == [False]
+        assert keeper.greet().budget_bytes == 2 << 20
+    finally:
+        keeper.close()
