@@ -157,7 +157,7 @@ class PlanChooser:
         if not self._lineage():
             return NoGeneration(reason="nothing was trained yet that memory could hold")
         if before is None:
-            self._adopt(self._nodes_of_last_world() & self._living())
+            self._adopt(self._nodes_of_last_worlds() & self._living())
         for _ in range(_MOST_TRIES):
             chosen = self._look(before)
             if isinstance(chosen, NoGeneration):
@@ -217,10 +217,11 @@ class PlanChooser:
         """Whether waiting for ``expected`` can help: not once it was found wanting."""
         return not any(key.step == expected for key in self._distrusted)
 
-    def _nodes_of_last_world(self) -> frozenset[str]:
-        """Their Keepers may hold what this driver goes on from, also where it uses other nodes."""
+    def _nodes_of_last_worlds(self) -> frozenset[str]:
+        """Their Keepers may hold what this driver goes on from, also where it uses other nodes. A World that had only
+        been chosen has not taken over what the one before it holds, on more nodes perhaps."""
         worlds = [entry.fields.get("world") or () for entry in self._entries if entry.kind == "attempt"]
-        return frozenset(str(node_id) for _, node_id in worlds[-1]) if worlds else frozenset()
+        return frozenset(str(node_id) for world in worlds[-2:] for _, node_id in world)
 
     def _lineage(self) -> dict[Attempt, int]:
         """The step that each Attempt went on from, as the Journal has it.

@@ -84,7 +84,9 @@ class OrderBinder:
         if order is not None and is_due and order.kind is not OrderKind.NONE:
             self._last_number = order.number
             self._is_leaving = order.kind.ends_attempt
-            return self._accept(BoundOrder(number=order.number, kind=order.kind, step=target))
+            # The last step is always saved and nobody leaves at it: whoever hears of this is to expect a Commit.
+            kind = OrderKind.SNAPSHOT if target == self._total_steps else order.kind
+            return self._accept(BoundOrder(number=order.number, kind=kind, step=target))
         if target == self._total_steps:
             return self._accept(BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=target))
         if self._every_steps is None or target % self._every_steps:

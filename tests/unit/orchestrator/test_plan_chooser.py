@@ -348,6 +348,15 @@ def test_a_new_driver_goes_on_from_what_the_keepers_of_the_last_one_hold() -> No
     assert len(scene.adopted) == 1
 
 
+def test_a_world_that_had_only_been_chosen_hides_no_keepers_of_the_one_before_it() -> None:
+    scene = adopted()
+    scene.begin(2, 41, nonce="0000bbbb")
+    scene.entries[-1].fields["world"] = [["w3", "c"]]
+    scene.held["c"] = []
+    assert scene.chosen_step(None) == (41, "memory")
+    assert scene.adopted == [{"a", "c"}]
+
+
 def test_a_new_driver_on_empty_keepers_reads_the_checkpoint_without_a_word() -> None:
     scene = Scene(stored=30, durable=30)
     assert scene.chosen_step(None) == (30, "store")

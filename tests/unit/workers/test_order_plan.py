@@ -56,6 +56,13 @@ def test_nothing_follows_an_order_to_part() -> None:
     assert binding.bind(13, None).bound is None
 
 
+@pytest.mark.parametrize("kind", [OrderKind.PART, OrderKind.LEAVE])
+def test_an_order_to_end_that_falls_on_the_last_step_is_the_last_save(kind: OrderKind) -> None:
+    binding = binder(total_steps=20)
+    assert binding.bind(18, order(1, kind)).bound == bound(1, OrderKind.SNAPSHOT, 20)
+    assert binding.bind(19, order(2, kind)).bound is None
+
+
 def test_the_cadence_falls_on_its_multiples_and_an_order_there_is_the_same_save() -> None:
     binding = binder(every_steps=5)
     assert [binding.bind(step, None).bound for step in (6, 7)] == [None, None]
