@@ -231,6 +231,8 @@ class Supervisor:
             self._deeds.do(action, driver)
         except (ChaosSpecError, SupervisorError) as error:
             self._say(f"chaos: {action} did NOT happen: {error}")
+        except Exception as error:  # noqa: BLE001 - as of a head that is away just then: the run outlives it
+            self._say(f"chaos: {action} did NOT happen, or not as told: {type(error).__name__}: {error}")
         else:
             self._broke.add(action.verb)
 

@@ -244,6 +244,20 @@ def test_a_target_that_is_gone_is_said_loudly_and_not_recorded_as_done(tmp_path:
     assert any("kill-node:1@3 did NOT happen: " in line for line in stage.view.lines)
 
 
+def test_a_deed_that_the_cluster_fails_is_said_loudly_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(tmp_path, "drain-node:1@2:5s,kill-node:2@3", [(range(1, 6), 0)])
+
+    def fail(_number: int, *, notice_s: float) -> LocalNode:
+        raise ConnectionError(f"the head is away, notice of {notice_s:g} s")
+
+    monkeypatch.setattr(stage.cluster, "drain_node", fail)
+    assert stage.supervisor.run() == 0
+    assert any("drain-node:1@2:5s did NOT happen" in line and "head is away" in line for line in stage.view.lines)
+    assert stage.chaos() == [("kill-node", "node2", 3, 3)]
+
+
 def test_a_signal_is_passed_on_once_and_the_run_counts_as_stopped(tmp_path: Path) -> None:
     stage = Stage(tmp_path, "kill-node@3", [(range(1, 99), 0)])
     stage.on_step = lambda step: stage.stops.append(signal.SIGTERM) if step == 2 else None
