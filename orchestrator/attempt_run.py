@@ -160,7 +160,7 @@ class AttemptRun:
             try:
                 outcome: Outcome | None = ray.get(ref)
             except GONE as error:
-                self._signs.gone[worker_id] = type(error).__name__
+                self._signs.lose(worker_id, error)
                 continue
             if outcome is None:
                 again = self._group.await_outcome(worker_id, self._world.attempt)

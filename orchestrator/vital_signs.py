@@ -23,7 +23,9 @@ __all__ = ["GONE", "VitalSigns"]
 
 _log = logging.getLogger(__name__)
 # Ray reports an actor that its memory monitor killed by an error that is not one of an actor.
-GONE = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+_DEAD = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
+# And who has no memory left to answer with, or cannot be reached, is of no more use.
+GONE = (*_DEAD, ray.exceptions.RayActorError, ray.exceptions.RayTaskError)
 _PROOF_S = 2.0  # how long a node's agent may take to say whether a process of its machine lives
 
 
@@ -57,12 +59,14 @@ class VitalSigns:
         self._vitals = {member.worker_id: _Vitals() for member in world.members}
         self._doubts: dict[str, _Doubt] = {}
         self.gone: dict[str, str] = {}
+        self.unproven: set[str] = set()
+        """Those of the gone that only did not answer as they should: their processes may live, and train on."""
 
-    @property
-    def unproven(self) -> frozenset[str]:
-        """Those of the gone that Ray could only not reach: their processes may live, with their training threads."""
-        unreachable = ray.exceptions.ActorUnavailableError.__name__
-        return frozenset(worker_id for worker_id, why in self.gone.items() if why == unreachable)
+    def lose(self, worker_id: str, error: Exception) -> None:
+        """A call to this member has failed with one of `GONE`."""
+        self.gone[worker_id] = type(error).__name__
+        if not isinstance(error, _DEAD):
+            self.unproven.add(worker_id)
 
     def beats(self) -> dict[str, Heartbeat | None]:
         """The newest heartbeat of each member, in rank order."""
@@ -126,7 +130,7 @@ class VitalSigns:
         try:
             vitals.beat = ray.get(ref)
         except GONE as error:
-            self.gone.setdefault(worker_id, type(error).__name__)
+            self.lose(worker_id, error)
 
     def hangs(self, ended: Collection[str]) -> tuple[Hang, ...]:
         """The members that are to be killed."""

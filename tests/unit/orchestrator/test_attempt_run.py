@@ -90,14 +90,19 @@ def test_a_member_that_is_lost_while_the_world_is_prepared_breaks_it_and_not_the
     assert scene.events == ["fault", "attempt_ended"]
 
 
-@pytest.mark.parametrize("is_only_out_of_reach", [True, False])
-def test_a_member_that_ray_cannot_reach_is_killed_before_it_counts_as_gone(
-    monkeypatch: pytest.MonkeyPatch, is_only_out_of_reach: bool
+@pytest.mark.parametrize(
+    ("error", "may_live"),
+    [
+        (ray.exceptions.ActorUnavailableError("m", None), True),
+        (ray.exceptions.RayTaskError("wait_outcome", "no memory to answer with", MemoryError()), True),
+        (ray.exceptions.ActorDiedError(), False),
+    ],
+)
+def test_a_member_that_does_not_answer_as_it_should_is_killed_before_it_counts_as_gone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, may_live: bool
 ) -> None:
     """Its process may live, and no new Attempt begins while an old training thread may be alive."""
     scene = Scene(monkeypatch)
-    actor_errors = ray.exceptions
-    error = actor_errors.ActorUnavailableError("m", None) if is_only_out_of_reach else actor_errors.ActorDiedError()
 
     def get(_: object) -> None:
         raise error
@@ -115,6 +120,6 @@ def test_a_member_that_ray_cannot_reach_is_killed_before_it_counts_as_gone(
 
     monkeypatch.setattr(attempt_run, "reckon", reckon)
     end = scene.run()
-    assert killed == [{scene.worker_id} if is_only_out_of_reach else set()]
+    assert killed == [{scene.worker_id} if may_live else set()]
     assert isinstance(end, Broken)
     assert end.fault.kind is FaultKind.WORKER_LOST
