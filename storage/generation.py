@@ -17,7 +17,10 @@ __all__ = ["Generation", "Lane"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Generation:
-    """``snapshot`` None: a peer's replica. ``ref`` None: not indexed yet, so not whole."""
+    """``snapshot`` None: a peer's replica. ``ref`` None: not indexed yet, so not whole.
+
+    ``is_stalled``: its replica failed several times and is tried again only now and then.
+    """
 
     attempt: Attempt
     step: int
@@ -31,6 +34,7 @@ class Generation:
     is_at_work: bool = False
     is_replicated: bool = False
     is_given_up: bool = False
+    is_stalled: bool = False
     num_failures: int = 0
     retry_at_s: float = 0.0
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from storage.errors import StorageError
 from storage.generation import Generation, Lane
-from storage.keeper_protocol import MemoryProgress, SealedSnapshot
+from storage.keeper_protocol import MemoryProgress, SealedSnapshot, TransportAddress
 from storage.keys import Attempt
 from storage.transport import ReplicaRef
 
@@ -179,17 +179,26 @@ class Generations:
             self._replicated(generation)
             self._tell()
 
-    def set_failed(self, generation: Generation, error: str, retry_at_s: float | None) -> None:
-        """``retry_at_s`` None: this one gets no replica any more."""
+    def set_failed(self, generation: Generation, error: str, retry_at_s: float, *, is_stalled: bool = False) -> None:
+        """Tried again from ``retry_at_s`` on, unless a newer one stands for it. ``is_stalled``: nobody need wait."""
         with self._changed:
             generation.is_at_work = False
             generation.num_failures += 1
+            generation.is_stalled = is_stalled
             lane = self._lane(generation.attempt, generation.rank)
             lane.error = error
-            if retry_at_s is None or lane.sealed_step > generation.step:
+            if lane.sealed_step > generation.step:
                 generation.is_given_up = True
             else:
                 generation.retry_at_s = retry_at_s
+            self._tell()
+
+    def retry_now(self, peer: TransportAddress) -> None:
+        """What was to go to ``peer`` has somewhere else to go: nothing of it waits for its next try."""
+        with self._changed:
+            for g in self._held:
+                if g.snapshot is not None and g.snapshot.peer == peer:
+                    g.retry_at_s, g.num_failures, g.is_stalled = 0.0, 0, False
             self._tell()
 
     def put_back(self, generation: Generation) -> None:
@@ -250,13 +259,13 @@ class Generations:
             )
 
     def is_decided(self, attempt: Attempt, rank: int, step: int) -> bool:
-        """Whether the generation of ``step`` has its replica, or will not get one any more."""
+        """Whether the generation of ``step`` has its replica, or will not get one soon."""
         with self._changed:
             lane = self._lanes.get((attempt, rank), Lane())
             if self._is_closed or lane.replicated_step >= step or attempt.number < self._newest_attempt:
                 return True
             found = self._find(attempt, step, rank, is_replica=False)
-            return lane.sealed_step >= step if found is None else found.is_given_up
+            return lane.sealed_step >= step if found is None else found.is_given_up or found.is_stalled
 
     def is_indexed(self) -> bool:
         """Whether all that is sealed is whole."""

@@ -27,7 +27,7 @@ __all__ = ["Replicator", "SendReplica"]
 logger = logging.getLogger(__name__)
 
 _NUM_SENDERS: Final = 2
-_RETRY_S: Final = (0.2, 1.0)  # so three tries in all
+_RETRY_S: Final = (0.2, 1.0, 5.0)  # the last for ever: buffers may be full of what has no replica, and no newer comes
 _DEADLINE_S: Final = 30.0
 _SLOWEST_BYTES_PER_S: Final = 20e6
 
@@ -84,6 +84,7 @@ class Replicator:
         """What was to go to the Keeper at ``lost``, which is gone, goes to ``address`` from now on. A later one of the
         same node has another address, and gets what is meant for it."""
         self._moved[lost] = address
+        self._generations.retry_now(lost)
 
     def join(self, timeout_s: float) -> None:
         """The ledger is closed: wait for the threads' end."""
@@ -172,7 +173,7 @@ class Replicator:
 
     def _note_failure(self, generation: Generation, error: Exception) -> None:
         reason = f"{generation.where}: no replica: {type(error).__name__}: {error}"
-        number = generation.num_failures
-        retry_s = self._retry_s[number] if number < len(self._retry_s) else None
+        number, last = generation.num_failures, len(self._retry_s) - 1
+        retry_at_s = time.monotonic() + self._retry_s[min(number, last)]
         logger.info("%s", reason)  # the driver says it, if it lasts
-        self._generations.set_failed(generation, reason, None if retry_s is None else time.monotonic() + retry_s)
+        self._generations.set_failed(generation, reason, retry_at_s, is_stalled=number >= last)

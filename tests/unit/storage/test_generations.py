@@ -100,6 +100,17 @@ def test_one_that_failed_is_tried_again_when_due_and_given_up_for_a_newer_one(le
     assert ledger.progress(FIRST, 0).replicated_step == 2
 
 
+def test_the_newest_is_tried_again_for_ever_though_nobody_waits_for_it(ledger: Ledger) -> None:
+    only = ledger.seal(1)
+    for number in range(5):
+        assert sent(ledger, float(number)) is only
+        ledger.set_failed(only, "no", retry_at_s=number + 1.0, is_stalled=number >= 2)
+        assert ledger.is_decided(FIRST, 0, 1) is (number >= 2)
+    ledger.retry_now(PEER)
+    assert not ledger.is_decided(FIRST, 0, 1)
+    assert sent(ledger, 0.0) is only
+
+
 def test_one_that_fails_after_a_newer_was_sealed_is_not_tried_again(ledger: Ledger) -> None:
     old = ledger.seal(1)
     assert sent(ledger) is old
