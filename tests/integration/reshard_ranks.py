@@ -105,7 +105,7 @@ def digests(state: TrainingState) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, tensor in capture(state, rank=0, world_size=1, rng=False).tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[name] = f"{tuple(full.shape)} {hashlib.sha256(full.contiguous().numpy().tobytes()).hexdigest()}"
+        found[name] = f"{tuple(full.shape)} {hashlib.sha256(full.detach().contiguous().numpy().tobytes()).hexdigest()}"
     return found
 
 

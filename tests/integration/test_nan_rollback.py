@@ -91,7 +91,8 @@ def test_a_run_with_a_bad_batch_finishes_without_it_and_lists_it(tmp_path: Path)
     (skipped,) = named(events, "window_skipped")
     assert (skipped["step"], skipped["place"], skipped["samples"]) == (BAD_STEP, BAD_PLACE, GLOBAL_BATCH)
     attempts = [(event["cause"], event["restored_step"]) for event in named(events, "attempt_started")]
-    assert attempts == [("start", 0), ("bad-step", BAD_STEP - 2)]
+    assert [cause for cause, _ in attempts] == ["start", "bad-step"]
+    assert 0 < attempts[1][1] < BAD_STEP, "from a save before it, or from memory"
     pids = {event["pid"] for event in named(events, "worker_ready")}
     assert len(pids) == len(named(events, "worker_ready")) == 2, "a worker process was replaced"
 
@@ -116,7 +117,7 @@ def test_a_step_that_gives_nan_with_any_batch_ends_the_run_with_the_reason(tmp_p
     assert f"step {BAD_STEP} went wrong again" in finish["exit_reason"]
     assert len(named(events, "attempt_started")) == 2
     assert len(named(events, "window_skipped")) == 1
-    assert assert_all_commits_verify(run)[-1] == BAD_STEP - 2
+    assert assert_all_commits_verify(run)[-1] < BAD_STEP
 
 
 @pytest.mark.usefixtures("nodes")
@@ -126,4 +127,4 @@ def test_a_run_that_is_told_to_stops_at_the_first_nan(tmp_path: Path) -> None:
     (finish,) = named(events, "run_finished")
     assert f"step {BAD_STEP}: loss nan" in finish["exit_reason"]
     assert len(named(events, "attempt_started")) == 1
-    assert assert_all_commits_verify(run)[-1] == BAD_STEP - 2
+    assert assert_all_commits_verify(run)[-1] < BAD_STEP
