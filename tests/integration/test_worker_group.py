@@ -190,16 +190,16 @@ def test_abandon_ends_a_rank_that_waits_for_others_to_come(trio: Trio, data_url:
     assert trio.ended(attempt, (0,))[0].outcome.cause.kind is CauseKind.ABANDONED
 
 
-def test_ten_more_regroups_leave_nothing_more_behind(trio: Trio, data_url: str, tmp_path: Path) -> None:
-    """Of a model whose state is 13 MB on each of two ranks: ten of them would be seen. The allocator takes its fill in
-    the first regroups."""
+def test_sixteen_more_regroups_leave_nothing_more_behind(trio: Trio, data_url: str, tmp_path: Path) -> None:
+    """Of a model whose state is 13 MB on each of two ranks: sixteen of them, 208 MB, would be seen. The allocator takes
+    its fill by steps, and no more after some twenty regroups."""
     large = TINY_LLAMA.model_copy(
         update={"config": TINY_LLAMA.config | {"hidden_size": 256, "intermediate_size": 1024}}
     )
     trio.make(replace(make_settings(data_url, total_steps=100_000), model=large), tmp_path)
     pids = [process.pid for process in trio.processes[:2]]
     before: list[Held] = []
-    for number in range(6 + 10):
+    for number in range(6 + 16):
         size = 2 + number % 2
         attempt = trio.start(size)
         while any(process.call("heartbeat").step < 2 for process in trio.processes[:size]):
@@ -212,7 +212,7 @@ def test_ten_more_regroups_leave_nothing_more_behind(trio: Trio, data_url: str, 
             before = [held_by(pid) for pid in pids]
     for held, was in zip([held_by(pid) for pid in pids], before, strict=True):
         assert (held.descriptors, held.threads) == (was.descriptors, was.threads)
-        assert held.memory_kb < was.memory_kb + 64_000
+        assert held.memory_kb < was.memory_kb + 130_000
 
 
 def test_a_rank_that_vanished_without_a_word_holds_nobody_up(trio: Trio, data_url: str, tmp_path: Path) -> None:
