@@ -54,9 +54,23 @@ def test_parameters_and_state_are_those_of_the_ordinary_step(mesh: DeviceMesh, n
     assert all(group["params"] is params for group, params in zip(by_local.param_groups, lists, strict=True))
     for mine, theirs in zip(local.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), theirs.full_tensor())
-        with torch.no_grad():
-            assert mine.to_local().grad is None
         assert_same_state(by_local.state[mine], by_plain.state[theirs])
+
+
+def test_no_part_keeps_a_gradient_after_the_step(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = sharded_pair(mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    seen: list[tuple[torch.Tensor, bool]] = []
+    step = optimizer.step
+
+    def watched_step() -> None:
+        seen.extend((part, part.grad is not None) for group in optimizer.param_groups for part in group["params"])
+        step()
+
+    monkeypatch.setattr(optimizer, "step", watched_step)
+    train(model, optimizer, step_locally)
+    assert any(had_gradient for _, had_gradient in seen), "the step saw no gradients, so none could stay"
+    assert [part.grad for part, _ in seen] == [None] * len(seen)
 
 
 def assert_same_state(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
