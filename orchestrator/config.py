@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from orchestrator.save_config import SavePolicyConfig
 from storage.config import CheckpointConfig
 from workers.config import DataConfig, EvalConfig, ModelConfig, OptimConfig
 
@@ -110,6 +111,7 @@ class RunConfig(_Settings):
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    policy: SavePolicyConfig = SavePolicyConfig()
     failure: FailureConfig = FailureConfig()
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
 

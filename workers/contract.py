@@ -58,16 +58,22 @@ class Phase(StrEnum):
 
 class OrderKind(IntEnum):
     """The closed set of Orders. A Leave includes a Snapshot of its step that is carried to the store; a Part one that
-    only stays in memory, for a World that regroups at once."""
+    only stays in memory, for a World that regroups at once. The bounded ones store the optimizer's moments rounded
+    within ``checkpoint.moment_bound``, where time is too short for the form that the configuration asks for."""
 
     NONE = 0
     SNAPSHOT = 1
     LEAVE = 2
     PART = 3
+    LEAVE_BOUNDED = 4
 
     @property
     def ends_attempt(self) -> bool:
-        return self in (OrderKind.LEAVE, OrderKind.PART)
+        return self in (OrderKind.LEAVE, OrderKind.PART, OrderKind.LEAVE_BOUNDED)
+
+    @property
+    def is_bounded(self) -> bool:
+        return self is OrderKind.LEAVE_BOUNDED
 
 
 class OutcomeKind(StrEnum):
@@ -193,7 +199,9 @@ class StepReport:
     ``finished_at_s`` is Unix time. ``memory_step``: the newest step that every rank was to keep in memory,
     ``safe_step`` the newest that is whole there, replicas included; -1: none. ``memory_stall_s``: rank 0's wait for the
     Snapshot of ``memory_step``. ``compute_s``: by rank, how long it computed itself, see `workers.compute_clock`; 0:
-    not measured.
+    not measured. ``grad_variance``: of the gradient's elements before clipping, every ``policy.evaluate_every_steps``
+    steps, None in between. ``ranks_pressed``: how many ranks' device or host memory is nearly full, ``pressed_share``
+    rank 0's own share in use, the larger of the two; None: not measured at this step.
     """
 
     step: int
@@ -209,6 +217,9 @@ class StepReport:
     safe_step: int = -1
     memory_stall_s: float = 0.0
     compute_s: tuple[float, ...] = ()
+    grad_variance: float | None = None
+    ranks_pressed: int = 0
+    pressed_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,7 +108,7 @@ class Saving:
         if order.step == self._settings.total_steps:
             return checkpoint.final_timeout_s
         match order.kind:
-            case OrderKind.LEAVE:
+            case OrderKind.LEAVE | OrderKind.LEAVE_BOUNDED:
                 return checkpoint.leave_timeout_s
             case OrderKind.PART:
                 return min(_PART_S, checkpoint.leave_timeout_s)

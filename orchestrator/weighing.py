@@ -1,0 +1,43 @@
+"""When to save: the one rule by which the policies' opinions become a wish. Pure; time comes in with the facts.
+
+The earliest due time wins. A minimum interval holds every policy back that is not pressing, and nothing is ordered
+while two saves are unsettled or where the last step saves anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.save_facts import Opinion, SaveFacts, SavePolicy, SaveWish, Weighed
+
+__all__ = ["MAX_UNSETTLED", "weigh"]
+
+MAX_UNSETTLED = 2
+"""One save under way and one staged: saves never pile up."""
+_BIND_AHEAD = 2  # an Order lands two steps ahead
+
+
+def weigh(facts: SaveFacts, policies: Sequence[SavePolicy], *, min_interval_s: float) -> Weighed:
+    """Ask every policy, and say what follows."""
+    opinions = tuple(policy.opinion(facts) for policy in policies)
+    asking = [opinion for opinion in opinions if opinion.due_at_s is not None and opinion.due_at_s <= facts.now_s]
+    if not asking:
+        return Weighed(step=facts.newest_step, opinions=opinions)
+    first = min(asking, key=lambda opinion: (not opinion.is_pressing, opinion.due_at_s))
+    held_back = _held_back(facts, first, min_interval_s)
+    if held_back is not None:
+        return Weighed(step=facts.newest_step, opinions=opinions, held_back=held_back)
+    wish = SaveWish(policy=first.policy, reason=f"{first.policy}: {first.why}")
+    return Weighed(step=facts.newest_step, opinions=opinions, wish=wish)
+
+
+def _held_back(facts: SaveFacts, first: Opinion, min_interval_s: float) -> str | None:
+    """Why the save that ``first`` asks for is not ordered now; None: it is."""
+    if facts.newest_step + _BIND_AHEAD >= facts.total_steps:
+        return "the last step saves anyway"
+    if facts.unsettled >= MAX_UNSETTLED:
+        return f"{facts.unsettled} saves are still under way"
+    since_s = facts.now_s - facts.last_save_at_s
+    if not first.is_pressing and since_s < min_interval_s:
+        return f"the last save is {since_s:.0f} s old, policy.min_interval_s is {min_interval_s:g}"
+    return None
