@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
+    "BathtubConfig",
     "DeadlineConfig",
     "FeedbackConfig",
     "HazardConfig",
@@ -24,6 +25,18 @@ class _Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class BathtubConfig(_Settings):
+    """A node's life under constrained preemption: F(t) = A * (1 - exp(-t / tau1) + exp((t - b) / tau2)).
+
+    The shape and the size of its constants: Kadupitiya, Jadhao, Sharma (HPDC 2020), for VMs that live 24 h at most.
+    """
+
+    share: float = Field(0.45, ge=0.3, lt=1, description="A: the share that is lost in the early phase")
+    early_s: float = Field(3600.0, gt=0, description="tau1: how quickly the early phase passes")
+    late_s: float = Field(2880.0, gt=0, description="tau2: how quickly the late phase sets in")
+    limit_s: float = Field(86_400.0, gt=0, description="b: the age at which nodes are reclaimed")
+
+
 class HazardConfig(_Settings):
     """Interval from what a save costs and how often the World breaks: sqrt(2 * cost * MTBF) (Young 1974)."""
 
@@ -34,8 +47,12 @@ class HazardConfig(_Settings):
     )
     prior_node_mtbf_s: float = Field(86_400.0, gt=0, description="mean time to failure of one node before any was seen")
     prior_weight: float = Field(0.1, gt=0, description="for how many seen failures the prior counts")
+    bathtub: BathtubConfig = BathtubConfig()
     first_interval_s: float | None = Field(
-        None, gt=0, description="interval until a save was measured; null: 12 min, 45 min for a state above 100 GB"
+        None,
+        gt=0,
+        description="interval until a save was measured and something broke; null: 12 min, 45 min for a state above "
+        "100 GB",
     )
 
 
