@@ -17,6 +17,7 @@ from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
+from orchestrator.failure_history import FIELD, FailureHistory
 from orchestrator.failure_policy import Counters, FaultKind, decide_after_fault, is_outage
 from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
@@ -47,6 +48,7 @@ class Aftermath:
         journal: Journal,
         recorder: Recorder,
         store: StoreWaits,
+        history: FailureHistory,
     ) -> None:
         self._config = config
         self._group = group
@@ -55,6 +57,7 @@ class Aftermath:
         self._journal = journal
         self._recorder = recorder
         self._store = store
+        self._history = history
         self._counters: Counters = journal.counters()
 
     def after(self, end: AttemptEnd, resume_url: str | None) -> Regroup | Stop:
@@ -78,6 +81,7 @@ class Aftermath:
         """One entry, with the counters; tried again for as long as the store is away."""
         if self._gathering.blocked:
             values["blocked"] = self._gathering.blocked
+        values[FIELD] = self._history.as_entry()
         write = partial(self._journal.append_counters, kind, self._counters, **values)
         try:
             return self._store.call(StoreUser.JOURNAL, write)
@@ -86,6 +90,7 @@ class Aftermath:
 
     def write_once(self, kind: str, **values: Any) -> str | None:
         """One entry, not tried again: whoever asks for it would rather hear why it could not be written."""
+        values[FIELD] = self._history.as_entry()
         try:
             self._journal.append_counters(kind, self._counters, deadline_s=_LAST_WORD_S, **values)
         except StorageError as error:
@@ -96,7 +101,7 @@ class Aftermath:
         """The driver's last entry, which no store may hold up for long."""
         if stop.exit_code is ExitCode.REFUSED:
             return
-        end = {"exit_code": int(stop.exit_code), "reason": stop.reason}
+        end = {"exit_code": int(stop.exit_code), "reason": stop.reason, FIELD: self._history.as_entry()}
         try:
             self._journal.append_counters("end", self._counters, deadline_s=_LAST_WORD_S, **end)
         except StorageError as error:
@@ -115,6 +120,7 @@ class Aftermath:
 
     def _after_leaving(self, end: Left) -> Regroup | Stop:
         if end.cause == FaultKind.PREEMPTION.value:
+            self._history.note_fault(FaultKind.PREEMPTION)
             self._counters = replace(self._counters, preemptions=self._counters.preemptions + 1)
             limit = self._config.failure.max_preemptions
             if 0 <= limit < self._counters.preemptions:
@@ -123,6 +129,7 @@ class Aftermath:
         return Regroup(cause=end.cause, reason=end.reason)
 
     def _after_fault(self, end: Broken, resume_url: str | None) -> Regroup | Stop:
+        self._history.note_fault(end.fault.kind)
         for node_id in end.facts.lost_nodes:
             self._gathering.lose_node(node_id)
         failures = self._failures_by_node(end)

@@ -19,10 +19,12 @@ from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Stop
 from orchestrator.exit_codes import ExitCode
+from orchestrator.failure_history import FailureHistory, totals_from
 from orchestrator.failure_policy import FaultKind
 from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
 from orchestrator.keepers import KeeperCrew
+from orchestrator.leaving import Leaving
 from orchestrator.memory_setup import MemorySetup
 from orchestrator.memory_survey import KeeperSurvey, adopt_keepers
 from orchestrator.node_watcher import NodeWatcher
@@ -30,6 +32,7 @@ from orchestrator.plan_chooser import PlanChooser
 from orchestrator.recorder import Recorder
 from orchestrator.request_work import Desk, RequestWork
 from orchestrator.resume import Resume
+from orchestrator.save_pace import SavePace
 from orchestrator.scaling_policy import WorkerView, nodes_that_stay
 from orchestrator.sizing import SCALE, Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
@@ -97,6 +100,7 @@ class Controller:
         lease_lost: threading.Event,
         first_attempt_number: int,
         durable_step: int | None,
+        trained_until_s: float | None,
     ) -> None:
         self._run_id = run_id
         self._config = config
@@ -111,8 +115,13 @@ class Controller:
         self._lease_lost = lease_lost
         self._next_number = first_attempt_number
         self._state = State.GATHERING
+        self._history = FailureHistory(totals_from(journal.entries, trained_until_s=trained_until_s))
+        self._num_nodes = 0
         self._sizing = Sizing(config, recorder, journal.entries)
         recorder.listen(self._sizing.pace.on_signal)
+        is_bounded = config.checkpoint.fidelity == "bounded"
+        self._save_pace = SavePace(config.policy.deadline, is_usually_bounded=is_bounded)
+        recorder.listen(self._save_pace.on_signal)
         self._slow_nodes = SlowNodeWatch(config, recorder, self._sizing.pace)
         recorder.listen(self._slow_nodes.on_signal)
         self._gathering = Gathering(
@@ -141,6 +150,7 @@ class Controller:
             journal=journal,
             recorder=recorder,
             store=self._store,
+            history=self._history,
         )
         self._memory = MemorySetup(config.checkpoint.memory, crew, recorder)
         self._chooser = PlanChooser(
@@ -221,6 +231,7 @@ class Controller:
                 Member(rank=rank, worker_id=view.worker_id, node_id=view.node_id) for rank, view in enumerate(members)
             ),
         )
+        self._num_nodes = len({member.node_id for member in world.members})
         plan = self._arrange_memory(world) or self._choose_plan(world, before)
         if isinstance(plan, Stop):
             return plan
@@ -234,7 +245,23 @@ class Controller:
         if is_from_memory and cause == FaultKind.PREEMPTION.value:
             self._coordinator.submit_snapshot("after a preemption notice: what was in memory alone is to be durable")
         self._slow_nodes.begin(world)
+        self._save_pace.begin(world.size)
         run = AttemptRun(
+            world=world,
+            group=self._group,
+            coordinator=self._coordinator,
+            config=self._config,
+            leaving=self._leaving_of(world),
+            recorder=self._recorder,
+            tick=self._tick,
+            noticed=lambda: frozenset(self._gathering.notices()),
+            living=self._gathering.living,
+            move=self._move,
+        )
+        return run.run(self._specs(world, plan))
+
+    def _leaving_of(self, world: World) -> Leaving:
+        return Leaving(
             world=world,
             group=self._group,
             coordinator=self._coordinator,
@@ -242,15 +269,14 @@ class Controller:
             sizing=self._sizing,
             slow_nodes=self._slow_nodes,
             recorder=self._recorder,
-            tick=self._tick,
             draining=self._gathering.draining,
-            living=self._gathering.living,
+            notices=self._gathering.notices,
             asked_to_stop=self._asked_to_stop,
-            part_kind=lambda: self._part_kind(world),
             is_store_away=lambda: self._store.is_away,
+            part_kind=lambda: self._part_kind(world),
+            forecast=self._save_pace.forecast,
             move=self._move,
         )
-        return run.run(self._specs(world, plan))
 
     def _tick(self) -> None:
         self._gathering.tick()
@@ -360,3 +386,5 @@ class Controller:
         if following is not self._state:
             _log.debug("controller: %s -> %s", self._state.value, following.value)
         self._state = checked_move(self._state, following)
+        if following is not State.LEAVING:  # until it has left, a World trains
+            self._history.note_running(self._num_nodes if following is State.RUNNING else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -71,7 +72,10 @@ class DriverRecord:
         self._report_to = report_to
         self._path = options.events_path or events_path_of(config.run.url, identity.run_id)
         fetch_events(store, self._path)
-        self.newest_step = 0 if identity.is_new else _newest_step(self._path)
+        before = _Before() if identity.is_new else _read_before(self._path)
+        self.newest_step = before.newest_step
+        since_start_s = before.finished_s
+        self.trained_until_s = None if since_start_s is None else identity.start_unix_s + since_start_s
         self.start_unix_s = identity.start_unix_s
         self._log = EventLog(self._path, identity.run_id, started_at_s=identity.start_unix_s)
         is_shown = options.show_progress and not options.json_output
@@ -133,16 +137,23 @@ class DriverRecord:
         return end.exit_code
 
 
-def _newest_step(path: Path) -> int:
-    """The newest step that earlier drivers finished and did not roll back, from their events."""
-    if not path.exists():
-        return 0
-    newest = 0
-    for event in read_events(path):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Before:
+    """What earlier drivers did. ``finished_s``: when the last step was finished, in seconds since the Run's start."""
+
+    newest_step: int = 0
+    finished_s: float | None = None
+
+
+def _read_before(path: Path) -> _Before:
+    """The newest step that earlier drivers finished and did not roll back, and when they last trained, from events."""
+    newest_step, finished_s = 0, None
+    for event in read_events(path) if path.exists() else ():
         if begins_history(event):
-            newest = 0
+            newest_step, finished_s = 0, None
         elif event.get("event") == "step":
-            newest = max(newest, int(event.get("step") or 0))
+            newest_step = max(newest_step, int(event.get("step") or 0))
+            finished_s = event.get("finished_s", finished_s)
         elif event.get("event") == "attempt_started":
-            newest = int(event.get("restored_step") or 0)
-    return newest
+            newest_step = int(event.get("restored_step") or 0)
+    return _Before(newest_step=newest_step, finished_s=finished_s)

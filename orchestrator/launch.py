@@ -202,6 +202,7 @@ class _Driver:
                 lease_lost=lease_lost,
                 first_attempt_number=first_number,
                 durable_step=durable_step,
+                trained_until_s=record.trained_until_s,
             )
             return controller.run()
         except Exception:

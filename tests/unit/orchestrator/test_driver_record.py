@@ -25,17 +25,23 @@ def store() -> AwayStore:
     return AwayStore(prefix=SUMMARY)
 
 
-def finish(store: AwayStore, directory: Path) -> str:
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "mine", "url": "memory://driver-record", "steps": 8},
-            "model": {"config": {"model_type": "llama"}},
-            "data": {"url": "memory://data", "sequence_length": 16, "global_batch": 8, "micro_batch": 2},
-        }
-    )
-    report = io.StringIO()
+CONFIG = RunConfig.model_validate(
+    {
+        "run": {"name": "mine", "url": "memory://driver-record", "steps": 8},
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"url": "memory://data", "sequence_length": 16, "global_batch": 8, "micro_batch": 2},
+    }
+)
+
+
+def record_in(store: AwayStore, directory: Path, report: io.StringIO) -> DriverRecord:
     options = DriverOptions(json_output=True, show_progress=False, events_path=directory / "events.jsonl")
-    with DriverRecord(store, store, open_run_record(store, "run"), config, options, report) as record:
+    return DriverRecord(store, store, open_run_record(store, "run"), CONFIG, options, report)
+
+
+def finish(store: AwayStore, directory: Path) -> str:
+    report = io.StringIO()
+    with record_in(store, directory, report) as record:
         code = record.finish(RunEnd(exit_code=ExitCode.STORAGE_OUTAGE, reason="away for too long"))
     assert code is ExitCode.STORAGE_OUTAGE
     return report.getvalue()
@@ -76,3 +82,17 @@ def test_each_try_has_the_short_deadline_of_a_last_word(store: AwayStore, tmp_pa
     store.put = recorded  # type: ignore[method-assign]
     finish(store, tmp_path)
     assert seen == [10.0]
+
+
+def test_a_later_driver_knows_how_far_the_run_had_come_and_when_it_last_trained(
+    store: AwayStore, tmp_path: Path
+) -> None:
+    with record_in(store, tmp_path, io.StringIO()) as first:
+        assert (first.newest_step, first.trained_until_s) == (0, None)
+        for step in (1, 2, 3):
+            first.sink.emit("step", attempt=1, step=step, finished_s=10.0 * step)
+        first.sink.emit("attempt_started", attempt=2, restored_step=2)
+        start_unix_s = first.start_unix_s
+    with record_in(store, tmp_path, io.StringIO()) as second:
+        assert second.newest_step == 2
+        assert second.trained_until_s == pytest.approx(start_unix_s + 30.0)
