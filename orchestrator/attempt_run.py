@@ -1,5 +1,5 @@
-"""One Attempt from the start of its World to its end: watch outcomes, heartbeats and nodes; order Leaves; on a fault,
-fence the suspects and free the survivors.
+"""One Attempt from the start of its World to its end: watch outcomes, heartbeats and nodes; on a fault, fence the
+suspects and free the survivors. Planned ends are ordered by `leaving`.
 
 How an Attempt ended is a value (`AttemptEnd`); what follows from it is the controller's and the policies' business.
 """
@@ -16,15 +16,14 @@ import ray
 
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
-from orchestrator.decisions import Keep, Leave, Stop
+from orchestrator.decisions import Leave, Stop
 from orchestrator.failure_policy import AttemptFacts, Fault, classify
 from orchestrator.fencing import Reckoning, fence_late, reckon
 from orchestrator.heartbeats import Hang
+from orchestrator.leaving import Leaving
 from orchestrator.recorder import Recorder
 from orchestrator.regroup_phases import phase_fields
 from orchestrator.restored import restored_fields
-from orchestrator.sizing import Sizing
-from orchestrator.slow_node_watch import SlowNodeWatch
 from orchestrator.states import State
 from orchestrator.vital_signs import GONE, VitalSigns
 from orchestrator.worker_group import WorkerGroup
@@ -51,7 +50,8 @@ class Finished:
 class Left:
     """Every rank left at ``step`` by Order. ``stop``: the Run is to end with this, else regroup for ``cause``.
 
-    ``is_parted``: its Snapshot is in memory alone.
+    ``is_parted``: its Snapshot is in memory alone. ``deadline_at_s``: Unix time at which the first of its nodes goes,
+    after which no word of that one's save is to be expected; None: nobody knows of one.
     """
 
     step: int
@@ -60,6 +60,7 @@ class Left:
     detected_at_s: float
     stop: Stop | None = None
     is_parted: bool = False
+    deadline_at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ AttemptEnd = Finished | Left | Broken
 class AttemptRun:
     """Watches one World. `run` blocks until the Attempt has ended; every wait inside is bounded by a limit.
 
-    ``part_kind``: by which Order a World is to end that another one takes over from at once.
+    ``noticed``: nodes that had a preemption notice, those included that are gone since.
     """
 
     def __init__(
@@ -87,30 +88,22 @@ class AttemptRun:
         group: WorkerGroup,
         coordinator: CoordinatorClient,
         config: RunConfig,
-        sizing: Sizing,
-        slow_nodes: SlowNodeWatch,
+        leaving: Leaving,
         recorder: Recorder,
         tick: Callable[[], None],
-        draining: Callable[[], frozenset[str]],
+        noticed: Callable[[], frozenset[str]],
         living: Callable[[], frozenset[str]],
-        asked_to_stop: Callable[[], Stop | None],
-        is_store_away: Callable[[], bool],
-        part_kind: Callable[[], OrderKind],
         move: Callable[[State], None],
     ) -> None:
         self._world = world
         self._group = group
         self._coordinator = coordinator
         self._config = config
-        self._sizing = sizing
-        self._slow_nodes = slow_nodes
+        self._leaving = leaving
         self._recorder = recorder
         self._tick = tick
-        self._draining = draining
+        self._noticed = noticed
         self._living = living
-        self._asked_to_stop = asked_to_stop
-        self._is_store_away = is_store_away
-        self._part_kind = part_kind
         self._move = move
         self._refs: dict[Any, str] = {}
         self._outcomes: dict[str, Outcome] = {}
@@ -118,11 +111,6 @@ class AttemptRun:
         self._hangs: tuple[Hang, ...] = ()
         self._is_formed = self._has_stepped = self._has_told_phases = False
         self._awaits_restore = self._awaits_data = False
-        self._leave: Leave | None = None
-        self._leave_kind = OrderKind.LEAVE
-        self._leave_at = 0.0
-        self._leave_wall_s = 0.0
-        self._stop: Stop | None = None
 
     def run(self, specs: Mapping[str, AttemptSpec]) -> AttemptEnd:
         self._awaits_restore = any(spec.restore is not None for spec in specs.values())
@@ -149,7 +137,7 @@ class AttemptRun:
                 )
                 return end
             self._beat()
-            self._consider_leaving()
+            self._leaving.consider(self._signs.beats(), is_formed=self._is_formed)
 
     # -- what the members say ---------------------------------------------------------------------------------------
 
@@ -185,15 +173,18 @@ class AttemptRun:
             digests = [o.weights_digest for o in self._outcomes.values() if o.weights_digest is not None]
             return Finished(weights_digest=digests[0] if digests else None)
         step = max(outcome.last_step for outcome in self._outcomes.values())
-        leave = self._leave or Leave(cause="join", reason="ranks left")
+        leaving = self._leaving
+        leave = leaving.leave or Leave(cause="join", reason="ranks left")
+        self._move(State.LEAVING)  # also where nobody here has ordered it
         self._recorder.emit("left", attempt=self._world.attempt, step=step)
         return Left(
             step=step,
             cause=leave.cause,
             reason=leave.reason,
-            detected_at_s=self._leave_wall_s,
-            stop=self._stop,
-            is_parted=self._leave_kind is OrderKind.PART,
+            detected_at_s=leaving.ordered_unix_s or time.time(),
+            stop=leaving.stop,
+            is_parted=leaving.kind is OrderKind.PART,
+            deadline_at_s=leaving.deadline_at_s(),
         )
 
     # -- heartbeats -------------------------------------------------------------------------------------------------
@@ -207,10 +198,12 @@ class AttemptRun:
             self._note_formed()
         if not self._has_stepped and self._recorder.steps_this_attempt > 0:
             self._has_stepped = True
+            self._leaving.note_first_step()
             self._group.put_off_starts(0.0)
         if not self._has_told_phases:
             self._note_phases()
-        self._hangs = self._signs.hangs(self._outcomes)
+        late = self._leaving.late(self._outcomes, has_stepped=self._has_stepped)
+        self._hangs = (*self._signs.hangs(self._outcomes), *late)
 
     def _interval_s(self) -> float:
         is_settled = self._is_formed and not self._awaits_restore
@@ -246,47 +239,8 @@ class AttemptRun:
         self._is_formed = are_past_loading or self._recorder.steps_this_attempt > 0
         if self._is_formed:
             self._recorder.emit("regrouped", attempt=attempt, world_size=self._world.size)
-            if self._leave is None:
+            if self._leaving.leave is None:
                 self._move(State.RUNNING)
-
-    # -- planned leaves ---------------------------------------------------------------------------------------------
-
-    def _consider_leaving(self) -> None:
-        if self._leave is not None:
-            if time.monotonic() - self._leave_at > self._config.failure.leaving_s:
-                late = [m.worker_id for m in self._world.members if m.worker_id not in self._outcomes]
-                limit = self._config.failure.leaving_s
-                self._hangs = tuple(Hang(worker_id=w, detail=f"did not leave within {limit:g} s") for w in late)
-            return
-        stop = self._asked_to_stop()
-        if stop is not None:
-            self._stop = stop
-            self._order_leave(Leave(cause="stop", reason=stop.reason))
-            return
-        if not self._is_formed:
-            return
-        views = self._group.views(self._draining())
-        steps_left = self._config.run.steps - self._recorder.newest_step_this_attempt
-        decision = self._sizing.consider(
-            views,
-            steps_left=steps_left,
-            is_someone_starting=self._group.is_someone_starting,
-            # A World that parts now could not restore: it would stand still until the store is back.
-            may_change=not self._is_store_away(),
-        )
-        if isinstance(decision, Keep) and not self._is_store_away():
-            decision = self._slow_nodes.consider(views, self._sizing.world, steps_left)
-        if isinstance(decision, Leave):
-            self._order_leave(decision)
-
-    def _order_leave(self, leave: Leave) -> None:
-        self._leave, self._leave_at, self._leave_wall_s = leave, time.monotonic(), time.time()
-        if self._stop is None:  # the next World takes over what this one keeps in memory; no other Run could
-            self._leave_kind = self._part_kind()
-        self._coordinator.submit_leave(leave.reason, self._leave_kind)
-        self._recorder.emit("decision", attempt=self._world.attempt, decision="leave", reason=leave.reason)
-        _log.info("leave ordered: %s", leave.reason)
-        self._move(State.LEAVING)
 
     # -- faults -----------------------------------------------------------------------------------------------------
 
@@ -314,7 +268,7 @@ class AttemptRun:
             lost_nodes=reckoning.lost_nodes,
             hung_workers=tuple(hang.worker_id for hang in self._hangs),
             starved_workers=self._killed_for_memory(asked),
-            draining_nodes=self._draining(),
+            draining_nodes=self._noticed(),
             reached_step=self._reached_step(),
             step_s=self._recorder.newest_step_s,
         )

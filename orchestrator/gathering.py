@@ -166,6 +166,10 @@ class Gathering:
         """Nodes that the World is to do without: with a preemption notice, or at rest because they were slow."""
         return self._watcher.view().draining() | self._slow_nodes.resting
 
+    def notices(self) -> dict[str, float]:
+        """Nodes with a preemption notice, also those that are gone since, and its deadline: Unix time, 0: unknown."""
+        return self._watcher.view().notices()
+
     def living(self) -> frozenset[str]:
         """Nodes that Ray lists as alive and nobody has found dead."""
         return frozenset(self._watcher.view().living()) - self._lost.away

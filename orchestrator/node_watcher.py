@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import ray
 
-__all__ = ["ClusterView", "NodeView", "NodeWatcher", "look"]
+__all__ = ["ClusterView", "NodeView", "NodeWatcher", "look", "remember_notices"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """One node. ``drain_deadline_at_s``: Unix time in seconds of its preemption, None without a notice, 0 unknown."""
+    """One node. ``drain_deadline_at_s``: Unix time in seconds of its preemption, None without a notice, 0 unknown.
+
+    A node that is gone keeps the notice that it had.
+    """
 
     node_id: str
     is_alive: bool
@@ -38,7 +41,12 @@ class ClusterView:
         return {node_id: node for node_id, node in self.nodes.items() if node.is_alive}
 
     def draining(self) -> frozenset[str]:
-        return frozenset(node_id for node_id, node in self.nodes.items() if node.drain_deadline_at_s is not None)
+        return frozenset(self.notices())
+
+    def notices(self) -> dict[str, float]:
+        """The deadline of every node that has a preemption notice, or had one when it was lost."""
+        deadlines = {node_id: node.drain_deadline_at_s for node_id, node in self.nodes.items()}
+        return {node_id: at_s for node_id, at_s in deadlines.items() if at_s is not None}
 
 
 def _draining_nodes() -> dict[str, int]:
@@ -46,6 +54,18 @@ def _draining_nodes() -> dict[str, int]:
     from ray._private.state import state
 
     return dict(state.get_draining_nodes())
+
+
+def remember_notices(view: ClusterView, before: ClusterView) -> ClusterView:
+    """``view`` with the notices of ``before``: Ray forgets them with the node, and whose death it was would be unknown.
+    Nodes that Ray does not list any more stay, dead, where they had one."""
+    nodes = dict(view.nodes)
+    for node_id, deadline_at_s in before.notices().items():
+        gone = replace(before.nodes[node_id], is_alive=False)
+        node = nodes.get(node_id, gone)
+        if node.drain_deadline_at_s is None or node_id not in nodes:
+            nodes[node_id] = replace(node, drain_deadline_at_s=deadline_at_s)
+    return ClusterView(nodes=nodes)
 
 
 def look() -> ClusterView:
@@ -86,7 +106,7 @@ class NodeWatcher:
         is_away = False
         while not self._closed.wait(self._interval_s):
             try:
-                self._view = look()
+                self._view = remember_notices(look(), self._view)
                 is_away = False
             except Exception as error:  # noqa: BLE001 - outer edge of the thread; the head may come back
                 if not is_away and not self._closed.is_set():

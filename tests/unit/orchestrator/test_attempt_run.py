@@ -11,8 +11,10 @@ import ray
 from orchestrator import attempt_run
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken
 from orchestrator.config import RunConfig, RunSettings, WorldConfig
+from orchestrator.deadline_policy import SaveForecast
 from orchestrator.failure_policy import FaultKind
 from orchestrator.fencing import Reckoning
+from orchestrator.leaving import Leaving
 from orchestrator.recorder import Recorder
 from orchestrator.sizing import Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
@@ -24,6 +26,9 @@ from workers.contract import AttemptSpec, Member, OrderKind, World
 
 class _Coordinator:
     actor = None
+
+    def submit_leave(self, reason: str, kind: OrderKind) -> int:
+        raise AssertionError(f"nobody was to order {kind.name}: {reason}")
 
 
 class Scene:
@@ -47,20 +52,33 @@ class Scene:
         recorder = Recorder(self, start_unix_s=0.0)
         sizing = Sizing(config, recorder)
         self.living = frozenset({"a", "b"})
+        self.noticed: frozenset[str] = frozenset()
+        leaving = Leaving(
+            world=self.world,
+            group=self.group,
+            coordinator=_Coordinator(),
+            config=config,
+            sizing=sizing,
+            slow_nodes=SlowNodeWatch(config, recorder, sizing.pace),
+            recorder=recorder,
+            draining=frozenset,
+            notices=dict,
+            asked_to_stop=lambda: None,
+            is_store_away=lambda: False,
+            part_kind=lambda: OrderKind.LEAVE,
+            forecast=lambda: SaveForecast(full_s=1.0, bounded_s=None, is_measured=False),
+            move=lambda _: None,
+        )
         self._run = AttemptRun(
             world=self.world,
             group=self.group,
             coordinator=_Coordinator(),  # type: ignore[arg-type]
             config=config,
-            sizing=sizing,
-            slow_nodes=SlowNodeWatch(config, recorder, sizing.pace),
+            leaving=leaving,
             recorder=recorder,
             tick=lambda: None,
-            draining=frozenset,
+            noticed=lambda: self.noticed,
             living=lambda: self.living,
-            asked_to_stop=lambda: None,
-            is_store_away=lambda: False,
-            part_kind=lambda: OrderKind.LEAVE,
             move=lambda _: None,
         )
 
@@ -88,6 +106,15 @@ def test_a_member_that_is_lost_while_the_world_is_prepared_breaks_it_and_not_the
     assert isinstance(end, Broken)
     assert (end.fault.kind, end.facts.lost_nodes) == (FaultKind.NODE_LOST, ("a",))
     assert scene.events == ["fault", "attempt_ended"]
+
+
+def test_a_node_that_is_gone_although_its_notice_was_seen_was_reclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    scene.group.forget_node("a")
+    scene.living, scene.noticed = frozenset({"b"}), frozenset({"a"})
+    end = scene.run()
+    assert isinstance(end, Broken)
+    assert (end.fault.kind, end.facts.lost_nodes) == (FaultKind.PREEMPTION, ("a",))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""When a World with a preemption notice parts from the doomed nodes, and by which save. Pure: times are arguments.
+
+Only for a World that must leave its last step in the store: what memory can hand over is handed over at once. It orders
+nothing and does not say whether the save became a Commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.save_config import DeadlineConfig
+from orchestrator.save_facts import SaveTimes
+from workers.contract import OrderKind
+
+__all__ = [
+    "BOUNDED_STORED_SHARE",
+    "DeadlineFacts",
+    "KeepOn",
+    "LeaveNow",
+    "SaveForecast",
+    "decide_deadline",
+    "forecast_save",
+]
+
+BOUNDED_STORED_SHARE = 0.52 / 0.83
+"""Stored size of the bounded form to that of the exact one, by the limits that docs/figures.md holds both to."""
+_BIND_AHEAD = 2  # an Order lands two steps after the end of the one that is running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveForecast:
+    """From Snapshot to Commit, in seconds. ``bounded_s`` None: that form is not to be had, or is the usual one."""
+
+    full_s: float
+    bounded_s: float | None
+    is_measured: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineFacts:
+    """``left_s``: until the earliest deadline of a node of the World, None: unknown.
+
+    ``rest_s``: what the running phase takes at most until its step ends; None: that cannot be told, as before the first
+    step of an Attempt, or while data is waited for. ``look_s``: until this is asked again.
+    """
+
+    left_s: float | None
+    save: SaveForecast
+    step_s: float | None
+    rest_s: float | None
+    look_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepOn:
+    """Train on, at most ``for_s``."""
+
+    for_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveNow:
+    """``fits`` False: nothing says that the save is committed before the node is gone."""
+
+    kind: OrderKind
+    fits: bool
+    why: str
+
+
+def forecast_save(saves: tuple[tuple[int, SaveTimes], ...], world_size: int, config: DeadlineConfig) -> SaveForecast:
+    """What the next save takes, by the median of ``saves``: each with the size of the World that made it.
+
+    A smaller World has larger Shards for each rank, which encodes and uploads them alone; a larger one is not taken to
+    be faster, since the store may be what holds it up.
+    """
+    if not saves:
+        full_s, upload_s = config.first_save_s, config.first_save_s
+    else:
+        scaled = [_scaled(times, max(1.0, size / world_size)) for size, times in saves]
+        full_s, upload_s = sorted(scaled)[len(scaled) // 2]
+    bounded_s = full_s - upload_s * (1 - BOUNDED_STORED_SHARE)
+    is_allowed = config.cheaper_form == "bounded"
+    return SaveForecast(full_s=full_s, bounded_s=bounded_s if is_allowed else None, is_measured=bool(saves))
+
+
+def _scaled(times: SaveTimes, factor: float) -> tuple[float, float]:
+    """The whole and the part of it that is upload."""
+    grown_s = (factor - 1) * (times.encode_s + times.upload_s)
+    return times.write_s + grown_s, min(times.write_s + grown_s, times.upload_s * factor)
+
+
+def decide_deadline(facts: DeadlineFacts, config: DeadlineConfig) -> KeepOn | LeaveNow:
+    """Train on until the latest moment at which an Order still leads to a Commit in time; then, or where that cannot be
+    told, leave: in the usual form, in the bounded one where only that fits, in the cheapest where nothing does."""
+    save, cheapest = facts.save, OrderKind.LEAVE if facts.save.bounded_s is None else OrderKind.LEAVE_BOUNDED
+    if facts.left_s is None:
+        return LeaveNow(kind=OrderKind.LEAVE, fits=True, why="its deadline is unknown: leaving now")
+    if facts.left_s <= 0:
+        why = f"its deadline is {-facts.left_s:.1f} s past: leaving now, and the save may not be committed"
+        return LeaveNow(kind=cheapest, fits=False, why=why)
+    boundary_s = (facts.rest_s or 0.0) + _BIND_AHEAD * (facts.step_s or 0.0)
+    words = _figures(facts, boundary_s, config)
+    spare_s = facts.left_s - boundary_s - save.full_s - config.margin_s
+    if facts.rest_s is not None and spare_s > facts.look_s:
+        return KeepOn(for_s=spare_s, why=f"{words}: leaving at the latest in {spare_s:.1f} s")
+    if spare_s >= 0:
+        known = "" if facts.rest_s is not None else "; when the running step ends cannot be told"
+        return LeaveNow(kind=OrderKind.LEAVE, fits=True, why=f"{words}{known}: leaving now")
+    if save.bounded_s is None:
+        return LeaveNow(kind=OrderKind.LEAVE, fits=False, why=f"{words}: leaving now, and the save may come too late")
+    short = f"{words}, its bounded form {save.bounded_s:.1f} s"
+    fits = facts.left_s - boundary_s - save.bounded_s - config.margin_s >= 0
+    end = "leaving now in that form" + ("" if fits else ", and even that may come too late")
+    return LeaveNow(kind=OrderKind.LEAVE_BOUNDED, fits=fits, why=f"{short}: {end}")
+
+
+def _figures(facts: DeadlineFacts, boundary_s: float, config: DeadlineConfig) -> str:
+    takes = "takes" if facts.save.is_measured else "is taken to take"
+    return (
+        f"deadline in {facts.left_s:.1f} s, a save {takes} {facts.save.full_s:.1f} s, "
+        f"the next boundary that an order can meet is {boundary_s:.1f} s away, margin {config.margin_s:g} s"
+    )
