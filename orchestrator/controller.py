@@ -24,6 +24,7 @@ from orchestrator.failure_policy import FaultKind
 from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
 from orchestrator.keepers import KeeperCrew
+from orchestrator.leaving import Leaving
 from orchestrator.memory_setup import MemorySetup
 from orchestrator.memory_survey import KeeperSurvey, adopt_keepers
 from orchestrator.node_watcher import NodeWatcher
@@ -31,6 +32,7 @@ from orchestrator.plan_chooser import PlanChooser
 from orchestrator.recorder import Recorder
 from orchestrator.request_work import Desk, RequestWork
 from orchestrator.resume import Resume
+from orchestrator.save_pace import SavePace
 from orchestrator.scaling_policy import WorkerView, nodes_that_stay
 from orchestrator.sizing import SCALE, Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
@@ -117,6 +119,9 @@ class Controller:
         self._num_nodes = 0
         self._sizing = Sizing(config, recorder, journal.entries)
         recorder.listen(self._sizing.pace.on_signal)
+        is_bounded = config.checkpoint.fidelity == "bounded"
+        self._save_pace = SavePace(config.policy.deadline, is_usually_bounded=is_bounded)
+        recorder.listen(self._save_pace.on_signal)
         self._slow_nodes = SlowNodeWatch(config, recorder, self._sizing.pace)
         recorder.listen(self._slow_nodes.on_signal)
         self._gathering = Gathering(
@@ -240,7 +245,23 @@ class Controller:
         if is_from_memory and cause == FaultKind.PREEMPTION.value:
             self._coordinator.submit_snapshot("after a preemption notice: what was in memory alone is to be durable")
         self._slow_nodes.begin(world)
+        self._save_pace.begin(world.size)
         run = AttemptRun(
+            world=world,
+            group=self._group,
+            coordinator=self._coordinator,
+            config=self._config,
+            leaving=self._leaving_of(world),
+            recorder=self._recorder,
+            tick=self._tick,
+            noticed=lambda: frozenset(self._gathering.notices()),
+            living=self._gathering.living,
+            move=self._move,
+        )
+        return run.run(self._specs(world, plan))
+
+    def _leaving_of(self, world: World) -> Leaving:
+        return Leaving(
             world=world,
             group=self._group,
             coordinator=self._coordinator,
@@ -248,15 +269,14 @@ class Controller:
             sizing=self._sizing,
             slow_nodes=self._slow_nodes,
             recorder=self._recorder,
-            tick=self._tick,
             draining=self._gathering.draining,
-            living=self._gathering.living,
+            notices=self._gathering.notices,
             asked_to_stop=self._asked_to_stop,
-            part_kind=lambda: self._part_kind(world),
             is_store_away=lambda: self._store.is_away,
+            part_kind=lambda: self._part_kind(world),
+            forecast=self._save_pace.forecast,
             move=self._move,
         )
-        return run.run(self._specs(world, plan))
 
     def _tick(self) -> None:
         self._gathering.tick()
