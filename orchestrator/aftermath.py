@@ -6,11 +6,12 @@ The policies judge; here their verdicts are written to the Journal, budgets are 
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from orchestrator.attempt_run import AttemptEnd, Broken, Finished, Left
+from orchestrator.attempt_run import AFTER_DEADLINE_S, AttemptEnd, Broken, Finished, Left
 from orchestrator.bad_steps import bad_step_entry
 from orchestrator.block_list import NodeFailure
 from orchestrator.config import RunConfig
@@ -21,6 +22,7 @@ from orchestrator.failure_history import FIELD, FailureHistory
 from orchestrator.failure_policy import Counters, FaultKind, decide_after_fault, is_outage
 from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
+from orchestrator.keepers import KEEPER_TTL_S
 from orchestrator.recorder import Recorder
 from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
@@ -71,6 +73,35 @@ class Aftermath:
                 return self._after_leaving(end)
             case Broken():
                 return self._after_fault(end, resume_url)
+
+    def is_save_over(self, end: AttemptEnd | None, waited_s: float) -> bool:
+        """Whether, ``waited_s`` after a World ended, nothing more is to come of the save that it made last. A driver
+        that had no World yet waits for one."""
+        if end is None:
+            return False
+        if not isinstance(end, Left) or end.is_parted:
+            return not self._coordinator.pending() or waited_s > AFTER_DEADLINE_S
+        limit_s = end.save_limit_s(self._config.checkpoint.leave_timeout_s, now_unix_s=time.time())
+        return self._coordinator.wait_settled(end.step, 0.0) or waited_s > limit_s
+
+    def last_word(self, stop: Stop, end: AttemptEnd | None, *, durable_step: int | None, is_unsaved: bool) -> Stop:
+        """``stop``, for want of nodes, with what there is for the next driver. ``is_unsaved``: memory holds more."""
+        if stop.exit_code is not ExitCode.BELOW_MINIMUM:
+            return stop
+        self._store.take_signals()
+        words = [stop.reason]
+        if isinstance(end, Left) and not end.is_parted and not self._coordinator.has_committed(end.step):
+            words.append(f"the last save, of step {end.step}, was not committed")
+        newest, durable = self._recorder.newest_step, durable_step or 0
+        if durable_step is not None:
+            words.append(f"newest checkpoint: {f'step {durable}' if durable else 'none'}")
+        if is_unsaved:
+            held = f"memory holds steps up to {newest}, and the nodes that live keep them for {KEEPER_TTL_S:g} s"
+            words.append(held)
+        elif newest > durable and durable_step is not None:
+            words.append(f"steps {durable + 1} to {newest} will be trained again")
+        words.append("the same command goes on from there")
+        return replace(stop, reason="; ".join(words))
 
     @property
     def skipped(self) -> tuple[SkippedWindow, ...]:

@@ -29,9 +29,10 @@ from orchestrator.vital_signs import GONE, VitalSigns
 from orchestrator.worker_group import WorkerGroup
 from workers.contract import AttemptSpec, CauseKind, OrderKind, Outcome, OutcomeKind, Phase, World
 
-__all__ = ["AttemptEnd", "AttemptRun", "Broken", "Finished", "Left"]
+__all__ = ["AFTER_DEADLINE_S", "AttemptEnd", "AttemptRun", "Broken", "Finished", "Left"]
 
 _log = logging.getLogger(__name__)
+AFTER_DEADLINE_S = 3.0  # a Receipt, or a Commit, that is on its way when a node goes
 _QUIET_S = 3.0  # longest that starts of new workers wait for the survivors' first step
 _LAST_WORDS_S = 1.0
 _OBITUARY_S = 0.2
@@ -61,6 +62,12 @@ class Left:
     stop: Stop | None = None
     is_parted: bool = False
     deadline_at_s: float | None = None
+
+    def save_limit_s(self, limit_s: float, *, now_unix_s: float) -> float:
+        """How much of ``limit_s`` the Commit of ``step`` is worth waiting for: a node that is gone sends no more."""
+        if self.deadline_at_s is None:
+            return limit_s
+        return min(limit_s, max(0.0, self.deadline_at_s - now_unix_s) + AFTER_DEADLINE_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 from orchestrator.aftermath import Aftermath
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Finished, Left
@@ -38,43 +38,27 @@ from orchestrator.sizing import SCALE, Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
 from orchestrator.states import State, checked_move
 from orchestrator.store_waits import StoreWaits
+from orchestrator.unsaved_work import holds_more, is_in_memory_alone
 from orchestrator.worker_group import WorkerGroup
 from storage.errors import StorageError, StoreUnavailable
 from storage.keys import Attempt
 from storage.sources import RestorePlan
 from workers.contract import AttemptSpec, Member, OrderKind, World
 
-__all__ = ["Controller", "RunEnd", "is_in_memory_alone"]
+__all__ = ["Controller", "RunEnd"]
 
 _log = logging.getLogger(__name__)
+_RESUMABLE = frozenset({ExitCode.BELOW_MINIMUM, ExitCode.STORAGE_OUTAGE, ExitCode.FINAL_SAVE_FAILED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
+    """``keeps_memory``: Keepers hold newer steps than the store, for the driver that goes on."""
+
     exit_code: ExitCode
     reason: str
     weights_digest: str | None = None
-
-
-class Progress(Protocol):
-    """What is asked of the recorder about the Attempt that has ended."""
-
-    @property
-    def steps_this_attempt(self) -> int: ...
-
-    @property
-    def safe_step_this_attempt(self) -> int: ...
-
-
-def is_in_memory_alone(end: AttemptEnd | None, progress: Progress, durable_step: int | None, *, was: bool) -> bool:
-    """Whether memory holds newer steps than any Checkpoint, which would go with this driver. ``was``: so before."""
-    if isinstance(end, Left):
-        return end.is_parted
-    if not isinstance(end, Broken):
-        return False
-    if not progress.steps_this_attempt:
-        return was
-    return durable_step is not None and progress.safe_step_this_attempt > durable_step
+    keeps_memory: bool = False
 
 
 class Controller:
@@ -191,20 +175,21 @@ class Controller:
         while True:
             self._move(State.GATHERING)
             is_unsaved = is_in_memory_alone(end, self._recorder, self._chooser.durable_step, was=is_unsaved)
-            members = self._gathering.members(wait_for_more=is_first, is_unsaved=is_unsaved)
+            members = self._gathering.members(
+                wait_for_more=is_first, is_unsaved=is_unsaved, is_save_over=partial(self._aftermath.is_save_over, end)
+            )
             if isinstance(members, Stop):
-                return self._end(members)
+                return self._end(members, end, is_unsaved=is_unsaved)
             is_first = False
             ended = self._attempt(members, cause, end)
             if isinstance(ended, Stop):
-                return self._end(ended)
+                return self._end(ended, end, is_unsaved=is_unsaved)
             end = ended
             if isinstance(end, Finished):
                 self._move(State.SAVING)
             decision = self._aftermath.after(end, self._chooser.resume_url)
             if isinstance(decision, Stop):
-                digest = end.weights_digest if isinstance(end, Finished) else None
-                return self._end(decision, digest)
+                return self._end(decision, end, is_unsaved=is_unsaved)
             cause = decision.cause
 
     def _take_news(self) -> None:
@@ -375,12 +360,20 @@ class Controller:
             for member in world.members
         }
 
-    def _end(self, stop: Stop, weights_digest: str | None = None) -> RunEnd:
+    def _end(self, stop: Stop, end: AttemptEnd | None, *, is_unsaved: bool) -> RunEnd:
         self._store.take_signals()
+        durable_step = self._chooser.durable_step
+        has_more = holds_more(end, self._recorder, durable_step, is_unsaved=is_unsaved)
+        stop = self._aftermath.last_word(stop, end, durable_step=durable_step, is_unsaved=has_more)
         self._move(State.ENDED)
         self._aftermath.write_end(stop)
         self._requests.end(stop.reason, is_stop=stop.exit_code is ExitCode.STOPPED)
-        return RunEnd(exit_code=stop.exit_code, reason=stop.reason, weights_digest=weights_digest)
+        return RunEnd(
+            exit_code=stop.exit_code,
+            reason=stop.reason,
+            weights_digest=end.weights_digest if isinstance(end, Finished) else None,
+            keeps_memory=has_more and stop.exit_code in _RESUMABLE,
+        )
 
     def _move(self, following: State) -> None:
         if following is not self._state:

@@ -59,11 +59,18 @@ class Gathering:
         self._asked_to_stop = asked_to_stop
         self._lost = LostNodes()
 
-    def members(self, *, wait_for_more: bool, is_unsaved: bool = False) -> tuple[WorkerView, ...] | Stop:
+    def members(
+        self,
+        *,
+        wait_for_more: bool,
+        is_unsaved: bool = False,
+        is_save_over: Callable[[float], bool] = lambda _: False,
+    ) -> tuple[WorkerView, ...] | Stop:
         """Ready workers for a World; waits below the minimum, at the first start also a grace for the maximum.
 
         ``is_unsaved``: what the last World did is in memory alone. A person's stop then waits until another World has
-        saved it, where there are workers for one.
+        saved it, where there are workers for one. ``is_save_over``: whether, after so many seconds, nothing more is to
+        come of the last World's save. Then nobody is waited for once every node goes away with a notice.
         """
         for node_id in self._block_list.blocked:
             self._group.forget_node(node_id)
@@ -90,6 +97,9 @@ class Gathering:
                 num_blocked = len(self._block_list.blocked.keys() & self.living())
                 wait = wait_reason(len(members), num_starting, world, num_blocked)
                 said = self._say_waiting(wait, said, waited)
+                if self._all_are_going() and is_save_over(waited):
+                    text = f"every node that could hold a worker has a preemption notice: {wait.missing}"
+                    return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
                 if waited > world.max_wait_s:
                     text = f"waited {waited:.0f} s (world.max_wait_s) for {wait.missing}"
                     return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
@@ -178,6 +188,12 @@ class Gathering:
         """Do not use ``node_id`` for a while, whatever Ray's list says of it."""
         self._lost.lose(node_id, time.monotonic())
         self._group.forget_node(node_id)
+
+    def _all_are_going(self) -> bool:
+        """Whether nodes have a notice, and none without one is left, or has come, on which a worker could be."""
+        view, unusable = self._watcher.view(), self._unusable() | self._lost.away
+        others = [node for node_id, node in view.living().items() if node_id not in unusable]
+        return bool(view.notices()) and not any(workers_that_fit(n.resources, self._config.world) for n in others)
 
     def _refused_to_start(self) -> Stop | None:
         """Waiting for more workers is in vain when the code of each of them raises before it is warm."""

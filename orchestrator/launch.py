@@ -204,7 +204,10 @@ class _Driver:
                 durable_step=durable_step,
                 trained_until_s=record.trained_until_s,
             )
-            return controller.run()
+            end = controller.run()
+            if end.keeps_memory:
+                crew.leave_behind()
+            return end
         except Exception:
             crew.leave_behind()  # no verdict of this driver: the same command goes on from what memory holds
             raise

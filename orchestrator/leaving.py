@@ -26,6 +26,7 @@ from workers.contract import Heartbeat, OrderKind, Phase, World
 __all__ = ["Leaving"]
 
 _log = logging.getLogger(__name__)
+_LOOKS = 4  # a look that comes late by so many must not cost the usual form
 
 
 class OrderGiver(Protocol):
@@ -152,7 +153,7 @@ class Leaving:
             save=self._forecast(),
             step_s=step_s,
             rest_s=rest_s,
-            look_s=self._config.failure.poll_s,
+            look_s=_LOOKS * self._config.failure.poll_s,
         )
 
     # -- everything else --------------------------------------------------------------------------------------------

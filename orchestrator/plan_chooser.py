@@ -245,7 +245,8 @@ class PlanChooser:
         """The newest Checkpoint. A save that every living rank already handed over is waited for first."""
         stop: Stop | None = None
         if isinstance(before, Left) and not before.is_parted:
-            stop = self._store.wait_settled(before.step, self._config.checkpoint.leave_timeout_s)
+            limit_s = before.save_limit_s(self._config.checkpoint.leave_timeout_s, now_unix_s=time.time())
+            stop = self._store.wait_settled(before.step, limit_s)
         elif self._can_settle(before) and self._coordinator.pending():
             stop = self._store.wait_settled(None, AFTER_OUTAGE_S if self._store.is_away else IN_FLIGHT_SAVE_S)
         if stop is not None:

@@ -42,6 +42,7 @@ class PaperCluster:
     def __init__(self, patch: pytest.MonkeyPatch, nodes: dict[str, float]) -> None:
         self.nodes = dict(nodes)
         self.drained: set[str] = set()
+        self.deadlines: dict[str, float] = {}  # of the drained; without one it is unknown
         self.held: dict[str, int] = {}
         self.failing: dict[str, int] = {}  # node -> starts that are still to fail
         self.unreachable: set[str] = set()  # their Keeper does not start
@@ -64,7 +65,7 @@ class PaperCluster:
                     node_id=node_id,
                     is_alive=True,
                     resources={"CPU": cpus},
-                    drain_deadline_at_s=0.0 if node_id in self.drained else None,
+                    drain_deadline_at_s=self.deadlines.get(node_id, 0.0) if node_id in self.drained else None,
                 )
                 for node_id, cpus in self.nodes.items()
             }

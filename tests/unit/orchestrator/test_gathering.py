@@ -207,3 +207,43 @@ def test_a_stop_waits_for_another_world_only_while_work_is_in_memory_alone(monke
     scene.gathering.lose_node("b")
     scene.stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
     assert scene.gathering.members(wait_for_more=False, is_unsaved=True) == scene.stop, "there is no other World"
+
+
+def test_once_every_node_has_a_notice_and_the_last_save_is_over_nobody_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "head": 0.0}, max_wait_s=3600.0)
+    scene.train()
+    scene.cluster.drained |= {"a", "b"}
+    looks: list[float] = []
+
+    def is_save_over(waited_s: float) -> bool:
+        looks.append(waited_s)
+        return len(looks) == 3
+
+    stop = scene.gathering.members(wait_for_more=False, is_save_over=is_save_over)
+    assert isinstance(stop, Stop)
+    assert stop.exit_code is ExitCode.BELOW_MINIMUM
+    assert stop.reason.startswith("every node that could hold a worker has a preemption notice: 1 more worker(s)")
+    assert len(looks) == 3, "the save was waited for"
+
+
+def test_a_node_without_a_notice_is_waited_for_although_all_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0})
+    scene.train()
+    scene.cluster.drained.add("a")
+    scene.cluster.nodes["new"] = 1.0
+    members = scene.gathering.members(wait_for_more=False, is_save_over=lambda _: True)
+    assert not isinstance(members, Stop)
+    assert [member.node_id for member in members] == ["new"]
+
+
+@pytest.mark.parametrize("drained", [{"a"}, set()])
+def test_without_a_notice_for_every_node_a_run_below_its_minimum_waits_as_long_as_it_may(
+    monkeypatch: pytest.MonkeyPatch, drained: set[str]
+) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0}, min_workers=3, max_workers=3)
+    scene.cluster.drained |= drained
+    stop = scene.gathering.members(wait_for_more=False, is_save_over=lambda _: True)
+    assert isinstance(stop, Stop)
+    assert stop.reason.startswith("waited 0 s (world.max_wait_s)")

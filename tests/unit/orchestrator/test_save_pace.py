@@ -1,0 +1,75 @@
+"""How long saves take, measured from Signals on the driver's own clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.save_config import DeadlineConfig
+from orchestrator.save_pace import SavePace
+from orchestrator.signals import Committed, SaveDelayed, StepFinished
+from storage.keys import Attempt
+from workers.contract import StepReport
+
+ATTEMPT = Attempt(number=1, nonce="abcd1234")
+
+
+class Scene:
+    def __init__(self, *, is_usually_bounded: bool = False) -> None:
+        self.now = 0.0
+        config = DeadlineConfig(first_save_s=10.0)
+        self.pace = SavePace(config, is_usually_bounded=is_usually_bounded, monotonic=lambda: self.now)
+        self.pace.begin(2)
+
+    def save(self, step: int, *, write_s: float, upload_s: float = 0.0, delayed: bool = False) -> None:
+        report = StepReport(
+            step=step,
+            loss=1.0,
+            grad_norm=1.0,
+            lr=0.1,
+            tokens=1,
+            position=1,
+            sample_chain="",
+            step_s=1.0,
+            finished_at_s=9e9,  # another machine's clock
+        )
+        self.pace.on_signal(StepFinished(attempt=ATTEMPT, report=report))
+        if delayed:
+            self.pace.on_signal(SaveDelayed(attempt=ATTEMPT, step=step, rank=0, reason="away", failing_for_s=1.0))
+        self.now += write_s
+        self.pace.on_signal(
+            Committed(attempt=ATTEMPT, step=step, stored_bytes=1, stall_s=0.5, upload_s=upload_s, loss=None)
+        )
+
+
+def test_the_median_of_the_newest_saves_counts_whatever_other_machines_clocks_say() -> None:
+    scene = Scene()
+    for step, write_s in enumerate((90.0, 90.0, 90.0, 4.0, 5.0, 6.0, 90.0, 5.0), start=1):
+        scene.save(step, write_s=write_s)
+    assert (scene.pace.forecast().full_s, scene.pace.forecast().is_measured) == (5.0, True)
+
+
+def test_a_save_heard_of_all_at_once_took_at_least_what_its_parts_did() -> None:
+    scene = Scene()
+    scene.save(1, write_s=0.0, upload_s=3.0)
+    assert scene.pace.forecast().full_s == 3.5
+
+
+def test_what_an_outage_held_up_says_nothing_about_the_next_save() -> None:
+    scene = Scene()
+    scene.save(1, write_s=300.0, delayed=True)
+    assert not scene.pace.forecast().is_measured
+    scene.pace.begin(2)
+    scene.save(1, write_s=3.0)
+    assert scene.pace.forecast().full_s == 3.0
+
+
+def test_a_smaller_world_takes_longer() -> None:
+    scene = Scene()
+    scene.save(1, write_s=5.0, upload_s=4.0)
+    scene.pace.begin(1)
+    assert scene.pace.forecast().full_s == pytest.approx(9.0)
+
+
+def test_there_is_no_cheaper_form_than_the_bounded_one() -> None:
+    assert Scene(is_usually_bounded=True).pace.forecast().bounded_s is None
+    assert Scene().pace.forecast().bounded_s is not None
