@@ -16,7 +16,7 @@ class ExitCode(IntEnum):
     FAILURE_BUDGET = 12  # infrastructure failures used up their budget
     PREEMPTED = 13  # the preemption budget is used up
     STOPPED = 14  # Ctrl-C, SIGTERM or `ray job stop`
-    BELOW_MINIMUM = 15  # fewer than world.min_workers for longer than world.max_wait_s
+    BELOW_MINIMUM = 15  # fewer than world.min_workers for longer than world.max_wait_s, or every node goes away
     STORAGE_OUTAGE = 16  # the store stayed away too long, or too many saves in a row failed
     FINAL_SAVE_FAILED = 17  # trained to the last step, which could not be committed
     REFUSED = 18  # another driver holds the Run
