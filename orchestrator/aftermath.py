@@ -19,7 +19,7 @@ from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
 from orchestrator.failure_history import FIELD, FailureHistory
-from orchestrator.failure_policy import Counters, FaultKind, decide_after_fault, is_outage
+from orchestrator.failure_policy import AttemptFacts, Counters, FaultKind, classify, decide_after_fault, is_outage
 from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
 from orchestrator.keepers import KEEPER_TTL_S
@@ -66,7 +66,7 @@ class Aftermath:
         """``resume_url``: another Run's, where Checkpoints come from until this Run has one of its own."""
         match end:
             case Finished():
-                return self._await_final_commit()
+                return self._await_final_commit(end, resume_url)
             case Left(stop=Stop() as stop):
                 return self._store.last_try(end.step, self._config.checkpoint.leave_timeout_s, stop)
             case Left():
@@ -138,16 +138,46 @@ class Aftermath:
         except StorageError as error:
             _log.warning("the end of this driver is not in the Journal: %s", error)
 
-    def _await_final_commit(self) -> Stop:
+    def _await_final_commit(self, end: Finished, resume_url: str | None) -> Regroup | Stop:
         total = self._config.run.steps
-        stop = self._store.wait_settled(total, self._config.checkpoint.final_timeout_s)
+        limit_s = self._config.checkpoint.final_timeout_s
+        stop = self._store.wait_settled(total, limit_s, lambda: bool(self._lost_while_saving(end)))
         self._store.take_signals()
         if self._coordinator.has_committed(total):
             return Stop(exit_code=ExitCode.SUCCESS, reason=f"finished step {total}")
         if stop is not None:
             return stop
+        lost = self._lost_while_saving(end)
+        if lost:
+            return self._after_fault(self._broken_while_saving(end, lost), resume_url)
         reason = f"step {total} was trained but its final save was not committed; see the save_failed events"
         return Stop(exit_code=ExitCode.FINAL_SAVE_FAILED, reason=reason)
+
+    def _lost_while_saving(self, end: Finished) -> tuple[str, ...]:
+        """Nodes that are gone and still owe their part of the last save."""
+        missing = self._coordinator.pending().get(self._config.run.steps, ())
+        owing = {end.nodes[rank] for rank in missing if rank < len(end.nodes)}
+        return tuple(sorted(owing - self._gathering.living()))
+
+    def _broken_while_saving(self, end: Finished, lost: tuple[str, ...]) -> Broken:
+        """The last steps must be trained again, from what memory or the store holds of the ones before."""
+        detected_at_s = time.time()
+        workers = tuple(view.worker_id for view in self._group.views(frozenset()) if view.node_id in lost)
+        notices = frozenset(self._gathering.notices())
+        facts = AttemptFacts(lost_workers=workers, lost_nodes=lost, draining_nodes=notices)
+        fault = classify(facts)
+        detail = f"{fault.detail}, before its part of the last save was in the store"
+        self._recorder.emit(
+            "fault",
+            attempt=end.attempt,
+            cause=fault.kind.value,
+            nodes=list(lost),
+            workers=list(workers),
+            detail=detail,
+            detected_s=self._recorder.since_start_s(detected_at_s),
+        )
+        _log.warning("fault: %s: %s", fault.kind.value, detail)
+        return Broken(fault=replace(fault, detail=detail), facts=facts, detected_at_s=detected_at_s)
 
     def _after_leaving(self, end: Left) -> Regroup | Stop:
         if end.cause == FaultKind.PREEMPTION.value:

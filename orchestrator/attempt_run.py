@@ -27,6 +27,7 @@ from orchestrator.restored import restored_fields
 from orchestrator.states import State
 from orchestrator.vital_signs import GONE, VitalSigns
 from orchestrator.worker_group import WorkerGroup
+from storage.keys import Attempt
 from workers.contract import AttemptSpec, CauseKind, OrderKind, Outcome, OutcomeKind, Phase, World
 
 __all__ = ["AFTER_DEADLINE_S", "AttemptEnd", "AttemptRun", "Broken", "Finished", "Left"]
@@ -42,9 +43,11 @@ _BUSY_PHASES = frozenset({Phase.STARTING, Phase.IDLE, Phase.FORMING, Phase.LOADI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Every rank trained to the last step."""
+    """Every rank trained to the last step. ``nodes``: of each rank, whose save may still be under way."""
 
     weights_digest: str | None
+    attempt: Attempt | None = None
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +181,11 @@ class AttemptRun:
             return None
         if kinds == {OutcomeKind.FINISHED}:
             digests = [o.weights_digest for o in self._outcomes.values() if o.weights_digest is not None]
-            return Finished(weights_digest=digests[0] if digests else None)
+            return Finished(
+                weights_digest=digests[0] if digests else None,
+                attempt=self._world.attempt,
+                nodes=tuple(member.node_id for member in self._world.members),
+            )
         step = max(outcome.last_step for outcome in self._outcomes.values())
         leaving = self._leaving
         leave = leaving.leave or Leave(cause="join", reason="ranks left")

@@ -36,7 +36,7 @@ LEGAL_MOVES: dict[State, frozenset[State]] = {
     State.RUNNING: frozenset({State.LEAVING, State.RECOVERING, State.SAVING, State.ENDED}),
     State.LEAVING: frozenset({State.GATHERING, State.RECOVERING, State.SAVING, State.ENDED}),
     State.RECOVERING: frozenset({State.GATHERING, State.ENDED}),
-    State.SAVING: frozenset({State.ENDED}),
+    State.SAVING: frozenset({State.GATHERING, State.ENDED}),
     State.ENDED: frozenset(),
 }
 

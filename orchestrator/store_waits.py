@@ -144,13 +144,17 @@ class StoreWaits:
                 return stop
             self._sleep(min(_SLICE_S, left_s))
 
-    def wait_settled(self, step: int | None, limit_s: float) -> Stop | None:
+    def wait_settled(
+        self, step: int | None, limit_s: float, is_in_vain: Callable[[], bool] = lambda: False
+    ) -> Stop | None:
         """Wait until the save of ``step`` (None: every save) is over, at most ``limit_s`` of the time in which the
-        store answers. While it is away, a person may end the wait."""
+        store answers. While it is away, a person may end the wait; ``is_in_vain`` ends it at any time."""
         spent_s = 0.0
         seen_at = self._monotonic()
         while not self._coordinator.wait_settled(step, _SLICE_S):
             self._tick()
+            if is_in_vain():
+                return None
             is_counted = not self.is_away or self._is_answering()
             now = self._monotonic()
             spent_s, seen_at = spent_s + (now - seen_at if is_counted else 0.0), now

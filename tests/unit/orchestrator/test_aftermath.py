@@ -1,0 +1,172 @@
+"""What follows from how an Attempt ended where nodes go away: the last save, and what the next driver is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.aftermath import Aftermath
+from orchestrator.attempt_run import Finished, Left
+from orchestrator.config import RunConfig, RunSettings
+from orchestrator.decisions import Regroup, Stop
+from orchestrator.exit_codes import ExitCode
+from orchestrator.failure_history import FailureHistory
+from orchestrator.failure_policy import Counters
+from orchestrator.recorder import Recorder
+from storage.keys import Attempt
+from workers.config import DataConfig, ModelConfig
+
+STEPS = 100
+FINISHED = Finished(weights_digest="d", attempt=Attempt(number=2, nonce="abcd1234"), nodes=("a", "b"))
+LEFT = Left(step=60, cause="preemption", reason="r", detected_at_s=0.0)
+BELOW = Stop(exit_code=ExitCode.BELOW_MINIMUM, reason="nobody is there")
+
+
+class Scene:
+    """The parts around the aftermath on paper; ``missing``: ranks that owe their part of a save, by step."""
+
+    def __init__(self) -> None:
+        self.missing: dict[int, tuple[int, ...]] = {}
+        self.committed: set[int] = set()
+        self.living_nodes = {"a", "b"}
+        self.noticed: dict[str, float] = {}
+        self.blocked: dict[str, str] = {}
+        self.lost: list[str] = []
+        self.journal: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self.looks = 0
+        self.recorder = Recorder(self, start_unix_s=0.0, newest_step=64)
+        self.recorder.steps_this_attempt = 10
+        self.aftermath = Aftermath(
+            config=RunConfig(
+                run=RunSettings(name="r", url="memory://r", steps=STEPS),
+                model=ModelConfig(),
+                data=DataConfig(url="memory://d", sequence_length=8, global_batch=8),
+            ),
+            group=SimpleNamespace(views=lambda _: (), remove_worker=lambda _: None),  # type: ignore[arg-type]
+            gathering=self,  # type: ignore[arg-type]
+            coordinator=self,  # type: ignore[arg-type]
+            journal=SimpleNamespace(counters=Counters, append_counters=self._append),  # type: ignore[arg-type]
+            recorder=self.recorder,
+            history=FailureHistory(),
+            store=SimpleNamespace(  # type: ignore[arg-type]
+                wait_settled=self._await, take_signals=lambda: None, call=lambda _, ask: ask()
+            ),
+        )
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    def _append(self, kind: str, counters: Counters, **values: Any) -> None:
+        self.journal.append({"kind": kind, "counters": counters, **values})
+
+    def _await(self, step: int | None, limit_s: float, is_in_vain: Callable[[], bool] = lambda: False) -> None:
+        """Until the last of three looks."""
+        del limit_s
+        for self.looks in range(1, 4):
+            if step not in self.missing or is_in_vain():
+                return
+
+    # -- coordinator and gathering
+
+    def pending(self) -> dict[int, tuple[int, ...]]:
+        return self.missing
+
+    def has_committed(self, step: int) -> bool:
+        return step in self.committed
+
+    def wait_settled(self, step: int | None, timeout_s: float) -> bool:
+        assert timeout_s == 0.0
+        return step not in self.missing
+
+    def living(self) -> frozenset[str]:
+        return frozenset(self.living_nodes)
+
+    def notices(self) -> dict[str, float]:
+        return self.noticed
+
+    def lose_node(self, node_id: str) -> None:
+        self.lost.append(node_id)
+
+    def note_failures(self, failures: Any) -> None:
+        assert list(failures) == []
+
+
+@pytest.mark.parametrize(("noticed", "cause"), [({}, "node-lost"), ({"b": 7.0}, "preemption")])
+def test_a_node_lost_before_its_part_of_the_last_save_was_stored_makes_the_world_train_the_last_steps_again(
+    noticed: dict[str, float], cause: str
+) -> None:
+    scene = Scene()
+    scene.missing, scene.living_nodes, scene.noticed = {STEPS: (1,)}, {"a"}, noticed
+    decision = scene.aftermath.after(FINISHED, None)
+    assert isinstance(decision, Regroup)
+    assert (decision.cause, scene.lost, scene.looks) == (cause, ["b"], 1)
+    fault = scene.events[0]
+    assert (fault["event"], fault["cause"], fault["nodes"]) == ("fault", cause, ["b"])
+    counters = scene.journal[0]["counters"]
+    assert (counters.preemptions, counters.infrastructure) == ((1, 0) if noticed else (0, 1))
+
+
+def test_a_lost_node_that_owes_nothing_to_the_last_save_does_not_matter() -> None:
+    scene = Scene()
+    scene.missing, scene.living_nodes = {STEPS: (0,)}, {"a"}
+    decision = scene.aftermath.after(FINISHED, None)
+    assert isinstance(decision, Stop)
+    assert decision.exit_code is ExitCode.FINAL_SAVE_FAILED
+    assert scene.looks == 3
+
+
+def test_a_save_that_all_nodes_took_part_in_counts_although_one_is_gone_since() -> None:
+    scene = Scene()
+    scene.living_nodes, scene.committed = {"a"}, {STEPS}
+    assert scene.aftermath.after(FINISHED, None) == Stop(exit_code=ExitCode.SUCCESS, reason=f"finished step {STEPS}")
+
+
+def test_the_last_save_of_a_world_that_left_is_over_when_settled_or_when_its_node_is_gone() -> None:
+    scene = Scene()
+    assert not scene.aftermath.is_save_over(None, 1e9), "a driver without a World waits for one"
+    scene.missing = {60: (1,)}
+    assert not scene.aftermath.is_save_over(LEFT, 59.0)
+    assert scene.aftermath.is_save_over(LEFT, 61.0), "checkpoint.leave_timeout_s"
+    past = replace(LEFT, deadline_at_s=1.0)
+    assert not scene.aftermath.is_save_over(past, 2.9)
+    assert scene.aftermath.is_save_over(past, 3.1)
+    scene.missing = {}
+    assert scene.aftermath.is_save_over(LEFT, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("committed", "durable_step", "is_unsaved", "words"),
+    [
+        ({60}, 60, False, ["newest checkpoint: step 60", "steps 61 to 64 will be trained again"]),
+        (
+            set(),
+            40,
+            False,
+            ["the last save, of step 60, was not committed", "newest checkpoint: step 40", "steps 41 to 64 will be"],
+        ),
+        (set(), 0, True, ["newest checkpoint: none", "memory holds steps up to 64", "keep them for 120 s"]),
+    ],
+)
+def test_who_ends_for_want_of_nodes_says_what_there_is_to_go_on_from(
+    committed: set[int], durable_step: int, is_unsaved: bool, words: list[str]
+) -> None:
+    scene = Scene()
+    scene.committed = committed
+    stop = scene.aftermath.last_word(BELOW, LEFT, durable_step=durable_step, is_unsaved=is_unsaved)
+    assert stop.exit_code is ExitCode.BELOW_MINIMUM
+    assert stop.reason.startswith("nobody is there; ")
+    for word in words:
+        assert word in stop.reason
+    assert ("was not committed" in stop.reason) is (not committed)
+    assert ("will be trained again" in stop.reason) is not is_unsaved
+    assert stop.reason.endswith("the same command goes on from there")
+
+
+def test_other_ends_have_their_own_words() -> None:
+    stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
+    assert Scene().aftermath.last_word(stop, LEFT, durable_step=1, is_unsaved=True) == stop
