@@ -71,6 +71,7 @@ def test_the_bathtub_falls_in_the_early_phase_and_rises_in_the_late_one() -> Non
 
 
 def test_a_node_that_outlives_the_bathtub_has_the_constant_rate() -> None:
+    assert bathtub_rate(24.5 * HOUR_S, BATHTUB) is None
     assert bathtub_rate(25 * HOUR_S, BATHTUB) is None
     assert bathtub_rate(1e12, BATHTUB) is None
     config = HazardConfig(model="bathtub", prior_node_mtbf_s=5000.0)
