@@ -100,9 +100,8 @@ def test_a_drain_notice_moves_the_state_by_memory_and_a_checkpoint_follows(drain
     [left] = drained.named("left")
     assert (moved["restored_step"], moved["lost_steps"]) == (left["step"], 0)
     assert set(tiers_of(drained, 2)) <= {"own-memory", "peer-memory"}
-    after = next(event for event in of_attempt(drained, 2, "save_bound"))
-    assert after["reason"].startswith("after a preemption notice")
-    assert after["step"] < EVERY_STEPS
+    # The cadence may be due just before.
+    [after] = [e for e in of_attempt(drained, 2, "save_bound") if e["reason"].startswith("after a preemption notice")]
     assert after["step"] in [event["step"] for event in drained.named("committed")]
 
 
