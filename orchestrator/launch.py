@@ -50,7 +50,7 @@ from storage.lease import acquire
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from workers.lifeline import LifelineSpec
-from workers.settings import WorkerSettings
+from workers.settings import SignalSettings, WorkerSettings
 from workers.worker import create_worker
 
 __all__ = ["TrainLoop", "run_driver"]
@@ -233,6 +233,12 @@ class _Driver:
             total_steps=config.run.steps,
             model=config.model,
             data=config.data,
+            signals=SignalSettings(
+                every_steps=config.policy.evaluate_every_steps,
+                device_share=config.policy.pressure.device_share,
+                host_share=config.policy.pressure.host_share,
+                save_share=config.policy.pressure.save_share,
+            ),
             optim=config.optim,
             eval=config.eval,
             checkpoint=config.checkpoint,

@@ -7,6 +7,7 @@ ranks, never averaged: the loss carries the weight of its leaf, so the sum is ri
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workers.config import ActivationCheckpointConfig, ModelConfig
 
-__all__ = ["clip_gradients", "decoder_blocks", "parallelize"]
+__all__ = ["Gradients", "clip_gradients", "decoder_blocks", "parallelize", "reduced_gradients", "scale_gradients"]
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
@@ -62,11 +63,23 @@ def parallelize(model: nn.Module, config: ModelConfig, mesh: DeviceMesh) -> nn.M
     return model
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Once per optimizer step: scale all gradients so that their global L2 norm is at most ``max_norm``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """A step's gradients as they lie here: this rank's parts of sharded ones, and whole ones that every rank holds."""
 
-    Returns the norm before. Squares are summed in fp64, so the norm hardly depends on how shards are cut. FSDP2 cannot
-    shard a 0-dim parameter: it is replicated, and its gradients are summed over ranks here.
+    sharded: tuple[torch.Tensor, ...]
+    replicated: tuple[torch.Tensor, ...]
+    device: torch.device
+
+    def counted_by(self, rank: int) -> tuple[torch.Tensor, ...]:
+        """Those that ``rank`` answers for, where every element of the model's gradient is to be met exactly once."""
+        return self.sharded + self.replicated if rank == 0 else self.sharded
+
+
+def reduced_gradients(model: nn.Module) -> Gradients:
+    """Once per optimizer step, on every rank: all gradients, summed over ranks.
+
+    FSDP2 cannot shard a 0-dim parameter: it is replicated, and its gradients are summed over ranks here.
     """
     sharded: list[torch.Tensor] = []
     replicated: list[torch.Tensor] = []
@@ -75,19 +88,31 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
             sharded.append(parameter.grad.to_local())
         elif parameter.grad is not None:
             replicated.append(parameter.grad)
-    is_distributed = dist.is_initialized()
-    for gradient in replicated:
-        if is_distributed:
+    if dist.is_initialized():
+        for gradient in replicated:
             dist.all_reduce(gradient)
     device = next(model.parameters()).device
-    total = _sum_of_squares(sharded, device)
-    if is_distributed:
+    return Gradients(sharded=tuple(sharded), replicated=tuple(replicated), device=device)
+
+
+def scale_gradients(gradients: Gradients, max_norm: float) -> torch.Tensor:
+    """Scale all gradients so that their global L2 norm is at most ``max_norm``; returns the norm before.
+
+    Squares are summed in fp64, so the norm hardly depends on how shards are cut.
+    """
+    total = _sum_of_squares(gradients.sharded, gradients.device)
+    if dist.is_initialized():
         dist.all_reduce(total)
-    norm = (total + _sum_of_squares(replicated, device)).sqrt()
+    norm = (total + _sum_of_squares(gradients.replicated, gradients.device)).sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in (*sharded, *replicated):
+    for gradient in (*gradients.sharded, *gradients.replicated):
         gradient.mul_(scale.to(gradient.dtype))
     return norm
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Both of these."""
+    return scale_gradients(reduced_gradients(model), max_norm)
 
 
 def _sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from workers.compute_clock import ComputeClock
-from workers.contract import AttemptSpec, EvalReport, Phase, StepReport
+from workers.contract import AttemptSpec, EvalReport, Phase
 from workers.courier import Courier
 from workers.data_identity import DATA_TRACKER, DataIdentity
 from workers.data_patience import DataPatience, wait_limit_s
@@ -30,14 +30,16 @@ from workers.evaluation import evaluate
 from workers.groups import Groups
 from workers.heartbeat import Pulse
 from workers.loading import Makers, WarmParts, load_state
+from workers.memory_pressure import MemoryPressure
 from workers.order_desk import OrderDesk
 from workers.sample_order import chain
 from workers.saving import Saving
 from workers.settings import WorkerSettings
 from workers.skipped_windows import place_of, skip_ahead
-from workers.state import Progress, Tracker, TrainingState
+from workers.state import Tracker, TrainingState
 from workers.step_check import StepCheck
-from workers.step_vector import StepTotals, StepVectorLayout
+from workers.step_reporting import report_of
+from workers.step_vector import StepVectorLayout
 from workers.stream import Leaf, LeafStream
 from workers.train_step import TrainStep
 from workers.training_statistics import TrainingStatistics
@@ -72,6 +74,7 @@ class Session:
         self._settings, self._spec, self._parts = settings, spec, parts
         self._groups, self._courier, self._pulse, self._check = groups, courier, pulse, check
         self._clock = ComputeClock(parts.device)
+        self._pressure = MemoryPressure(parts.device, settings.signals)
         self._layout = StepVectorLayout(num_leaves=settings.data.num_leaves, world_size=spec.world.size)
         self._state: TrainingState | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -179,8 +182,10 @@ class Session:
                 stream=self._stream,
                 device=self.device,
                 num_leaves=self._layout.num_leaves,
+                rank=self.rank,
                 world_size=self.world_size,
                 clip_norm=self._settings.optim.clip_norm,
+                measured=self._settings.signals.measures(number),
                 check=self._check,
             )
             if self._finished_step != number:
@@ -303,6 +308,8 @@ class Session:
     def _fill(self, step: TrainStep) -> torch.Tensor:
         """This rank's part of the vector. Losses and the norm stay on the device: nothing here waits for it."""
         memory = self._saving.memory
+        look = self._pressure.look() if self._settings.signals.measures(step.number) else None
+        gradient = step.gradient_sum
         words = self._layout.rank_part(
             step=step.number,
             digests=step.digests,
@@ -310,6 +317,8 @@ class Session:
             compute_s=self._clock.take(),
             replicated=() if memory is None else memory.replicated(step.number),
             left_out=() if memory is None else memory.left_out(step.number),
+            gradient_count=0 if gradient is None else gradient.count,
+            is_pressed=look is not None and look.is_pressed,
         )
         if self.rank == 0:
             step_s = step.elapsed_s()
@@ -320,10 +329,13 @@ class Session:
                 step_s=step_s,
                 memory_step=0 if memory is None else memory.bind(step.number, step_s),
                 memory_stall_s=0.0 if memory is None else memory.stall_s,
+                pressed_share=0.0 if look is None else look.share,
             )
         vector = torch.tensor(words, dtype=torch.float64).to(self.device, non_blocking=True)
         for index, loss in step.losses.items():
             vector[self._layout.loss_slot(index)] = loss
+        if gradient is not None:
+            vector[self._layout.gradient_sum_slot] = gradient.total
         if self.rank == 0 and step.grad_norm is not None:
             vector[self._layout.grad_norm_slot] = step.grad_norm
         return vector
@@ -346,28 +358,4 @@ class Session:
         progress.epoch = place_of(progress.position, progress.skipped) // self._parts.dataset.num_rows
         progress.sample_chain = chain(progress.sample_chain, totals.leaf_digests)
         if self._courier is not None:
-            report = _report_of(progress, totals, in_flight.finished_at_s)
-            memory = self._saving.memory
-            if memory is not None:
-                report = replace(
-                    report,
-                    memory_step=memory.newest_step,
-                    safe_step=memory.safe_step,
-                    memory_stall_s=totals.memory_stall_s,
-                )
-            self._courier.report(report)
-
-
-def _report_of(progress: Progress, totals: StepTotals, finished_at_s: float) -> StepReport:
-    return StepReport(
-        step=progress.step,
-        loss=totals.loss,
-        grad_norm=totals.grad_norm,
-        lr=totals.lr,
-        tokens=progress.tokens,
-        position=progress.position,
-        sample_chain=progress.sample_chain,
-        step_s=totals.step_s,
-        finished_at_s=finished_at_s,
-        compute_s=totals.compute_s,
-    )
+            self._courier.report(report_of(progress, totals, in_flight.finished_at_s, self._saving.memory))

@@ -13,7 +13,22 @@ from pydantic import JsonValue
 from storage.config import CheckpointConfig
 from workers.config import DataConfig, EvalConfig, ModelConfig, OptimConfig
 
-__all__ = ["WorkerSettings"]
+__all__ = ["SignalSettings", "WorkerSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalSettings:
+    """What is measured for the save policies, every ``every_steps`` steps: ``device_share`` and ``host_share`` of the
+    memory in use are those from which a rank is pressed. ``save_share``: a save that is larger than this share of the
+    memory in use says why."""
+
+    every_steps: int
+    device_share: float
+    host_share: float
+    save_share: float
+
+    def measures(self, step: int) -> bool:
+        return step % self.every_steps == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +43,7 @@ class WorkerSettings:
     total_steps: int
     model: ModelConfig
     data: DataConfig
+    signals: SignalSettings
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -32,7 +32,8 @@ NUM_REPLICAS_TOLD = 3
 _NUM_LEFT_OUT = _NUM_REPLICATED + NUM_REPLICAS_TOLD
 _STATISTICS = _NUM_LEFT_OUT + NUM_REPLICAS_TOLD
 NUM_STATISTICS = 8
-"""Reserved words for training statistics; zero for now."""
+"""Words for training statistics. The last of them are reserved, and zero."""
+_GRADIENT_SUM, _GRADIENT_COUNT, _RANKS_PRESSED, _PRESSED_SHARE = range(_STATISTICS, _STATISTICS + 4)
 _LOSSES = _STATISTICS + NUM_STATISTICS
 _NO_ORDER = BoundOrder(number=0, kind=OrderKind.NONE, step=0)
 
@@ -59,6 +60,10 @@ class StepTotals:
     num_replicated: tuple[int, ...] = (0,) * NUM_REPLICAS_TOLD
     num_left_out: tuple[int, ...] = (0,) * NUM_REPLICAS_TOLD
     compute_s: tuple[float, ...] = ()
+    gradient_sum: float = 0.0
+    gradient_count: int = 0
+    ranks_pressed: int = 0
+    pressed_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +84,10 @@ class StepVectorLayout:
     def grad_norm_slot(self) -> int:
         return _GRAD_NORM
 
+    @property
+    def gradient_sum_slot(self) -> int:
+        return _GRADIENT_SUM
+
     def loss_slot(self, leaf_index: int) -> int:
         return _LOSSES + self._checked(leaf_index)
 
@@ -94,14 +103,18 @@ class StepVectorLayout:
         compute_s: float = 0.0,
         replicated: Sequence[bool] = (),
         left_out: Sequence[bool] = (),
+        gradient_count: int = 0,
+        is_pressed: bool = False,
     ) -> list[float]:
         """What every rank adds without asking its device: the step, the digests of its own leaves by index, how long
-        it computed, and which of its Snapshots in memory have their replicas or were left out."""
+        it computed, which of its Snapshots in memory have their replicas or were left out, how many elements of the
+        gradient it has summed, and whether its memory is nearly full."""
         words = [0.0] * self.size
         words[_STEP_WORD] = float(step)
         for first, flags in ((_NUM_REPLICATED, replicated), (_NUM_LEFT_OUT, left_out)):
             words[first : first + len(flags)] = [float(flag) for flag in flags]
         words[self.compute_slot(rank)] = compute_s
+        words[_GRADIENT_COUNT], words[_RANKS_PRESSED] = float(gradient_count), float(is_pressed)
         for leaf_index, digest in digests.items():
             words[self.digest_slot(leaf_index)] = float(digest)
         return words
@@ -115,8 +128,11 @@ class StepVectorLayout:
         step_s: float,
         memory_step: int = 0,
         memory_stall_s: float = 0.0,
+        pressed_share: float = 0.0,
     ) -> None:
-        """What rank 0 alone adds. The gradient norm lies on its device and goes straight into its slot."""
+        """What rank 0 alone adds. The gradient norm lies on its device and goes straight into its slot, as every rank's
+        sum of its gradient's elements does."""
+        words[_PRESSED_SHARE] = pressed_share
         words[_MEMORY_STEP], words[_MEMORY_STALL_S] = float(memory_step), memory_stall_s
         bound = _NO_ORDER if order is None else order
         words[_ORDER_NUMBER], words[_ORDER_KIND], words[_ORDER_STEP] = bound.number, int(bound.kind), bound.step
@@ -143,6 +159,10 @@ class StepVectorLayout:
             num_replicated=tuple(int(word) for word in words[_NUM_REPLICATED:_NUM_LEFT_OUT]),
             num_left_out=tuple(int(word) for word in words[_NUM_LEFT_OUT:_STATISTICS]),
             compute_s=tuple(words[digests_end:]),
+            gradient_sum=words[_GRADIENT_SUM],
+            gradient_count=int(words[_GRADIENT_COUNT]),
+            ranks_pressed=int(words[_RANKS_PRESSED]),
+            pressed_share=words[_PRESSED_SHARE],
         )
 
     def _checked(self, leaf_index: int) -> int:

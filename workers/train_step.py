@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from workers.errors import LoopMisused
 from workers.evaluation import move_leaf
+from workers.gradient_statistics import GradientSum, sum_elements
 from workers.local_step import step_locally
-from workers.parallelize import clip_gradients
+from workers.parallelize import reduced_gradients, scale_gradients
 from workers.reduction import leaf_weight, num_rounds
 from workers.sample_order import leaf_digest
 from workers.state import TrainingState
@@ -25,7 +26,7 @@ __all__ = ["TrainStep"]
 
 
 class TrainStep:
-    """Step ``number``, counted from 1 over the whole Run."""
+    """Step ``number``, counted from 1 over the whole Run. ``measured``: of it the sum of the gradient is taken."""
 
     def __init__(
         self,
@@ -35,18 +36,22 @@ class TrainStep:
         stream: LeafStream,
         device: torch.device,
         num_leaves: int,
+        rank: int,
         world_size: int,
         clip_norm: float,
+        measured: bool,
         check: Callable[[], None],
     ) -> None:
         self.number = number
         self._state, self._stream, self._check = state, stream, check
         self._device = device
-        self._num_leaves, self._world_size, self._clip_norm = num_leaves, world_size, clip_norm
+        self._num_leaves, self._rank, self._world_size, self._clip_norm = num_leaves, rank, world_size, clip_norm
+        self._measured = measured
         self._started_at = time.monotonic()
         self.losses: dict[int, torch.Tensor] = {}
         self.digests: dict[int, int] = {}
         self.grad_norm: torch.Tensor | None = None
+        self.gradient_sum: GradientSum | None = None
         self.lr = 0.0
 
     def leaves(self) -> Iterator[Leaf]:
@@ -76,7 +81,11 @@ class TrainStep:
             raise LoopMisused(f"step {self.number}: apply was called twice")
         self._check()
         state = self._state
-        self.grad_norm = clip_gradients(state.model, self._clip_norm)
+        gradients = reduced_gradients(state.model)
+        if self._measured:
+            self.gradient_sum = sum_elements(gradients.counted_by(self._rank), gradients.device)
+        self.grad_norm = scale_gradients(gradients, self._clip_norm)
+        del gradients
         self.lr = float(state.optimizer.param_groups[0]["lr"])
         step_locally(state.optimizer)
         state.scheduler.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from storage.config import CheckpointConfig, MemoryConfig
 from workers.config import DataConfig, EvalConfig, ModelConfig
-from workers.settings import WorkerSettings
+from workers.settings import SignalSettings, WorkerSettings
 
 __all__ = ["TINY_LLAMA", "make_settings"]
 
@@ -30,6 +30,7 @@ def make_settings(
     eval_every: int | None = None,
     total_steps: int = 6,
     memory_every: int | None = None,
+    signals_every: int = 10,
 ) -> WorkerSettings:
     """The data must be packed to 16 tokens with ids below 257. ``memory_every``: the memory Tier's cadence."""
     return WorkerSettings(
@@ -38,6 +39,7 @@ def make_settings(
         total_steps=total_steps,
         model=TINY_LLAMA,
         data=DataConfig(url=data_url, sequence_length=16, global_batch=8, micro_batch=2),
+        signals=SignalSettings(every_steps=signals_every, device_share=0.97, host_share=0.95, save_share=0.15),
         eval=EvalConfig(every_steps=eval_every, num_leaves=4),
         checkpoint=CheckpointConfig(every_steps=every_steps, memory=MemoryConfig(mode="on", every_steps=memory_every)),
     )

@@ -28,12 +28,17 @@ def summed_over(world_size: int, losses: list[float], digests: list[int]) -> Ste
             compute_s=rank + 0.5,
             replicated=(rank != 1, True),
             left_out=(rank == 1,),
+            gradient_count=100 if rank == 0 else 0,
+            is_pressed=rank != 1,
         )
+        words[layout.gradient_sum_slot] = 0.5 if rank == 0 else 0.0
         for leaf in own:
             words[layout.loss_slot(leaf)] = losses[leaf]
         if rank == 0:
             order = BoundOrder(number=3, kind=OrderKind.LEAVE, step=14)
-            layout.add_rank0_part(words, order=order, lr=1e-3 / 3, step_s=0.25, memory_step=13, memory_stall_s=0.5)
+            layout.add_rank0_part(
+                words, order=order, lr=1e-3 / 3, step_s=0.25, memory_step=13, memory_stall_s=0.5, pressed_share=0.75
+            )
             words[layout.grad_norm_slot] = 1.75
         total = [a + b for a, b in zip(total, words, strict=True)]
     return layout.read(total)
@@ -48,12 +53,21 @@ def test_the_sum_says_the_same_bits_at_any_world_size() -> None:
     assert (alone.lr, alone.step_s, alone.grad_norm, alone.mean_step) == (1e-3 / 3, 0.25, 1.75, 12)
     assert alone.order == BoundOrder(number=3, kind=OrderKind.LEAVE, step=14)
     assert (alone.memory_step, alone.memory_stall_s) == (13, 0.5)
+    assert (alone.gradient_sum, alone.gradient_count, alone.pressed_share) == (0.5, 100, 0.75)
+    assert alone.ranks_pressed == 1
     for world_size in (2, 3, 4, 9):
         totals = summed_over(world_size, losses, digests)
         assert totals.compute_s == tuple(rank + 0.5 for rank in range(world_size))
         assert totals.num_replicated == (world_size - 1, world_size, 0)
         assert totals.num_left_out == (1, 0, 0)
-        same = replace(totals, compute_s=alone.compute_s, num_replicated=alone.num_replicated, num_left_out=(0, 0, 0))
+        assert totals.ranks_pressed == world_size - 1
+        same = replace(
+            totals,
+            compute_s=alone.compute_s,
+            num_replicated=alone.num_replicated,
+            num_left_out=(0, 0, 0),
+            ranks_pressed=1,
+        )
         assert same == alone
 
 
@@ -90,3 +104,17 @@ def test_the_weights_of_all_leaves_add_up_to_one_whatever_the_world_size(world_s
     weights = [leaf_weight(num_leaves=NUM_LEAVES, is_surplus=index >= NUM_LEAVES) for index in indices]
     assert len([weight for weight in weights if weight]) == NUM_LEAVES
     assert sum(weights) == pytest.approx(1.0)
+
+
+def test_words_of_different_kinds_never_share_a_place() -> None:
+    layout = StepVectorLayout(num_leaves=2, world_size=2)
+    slots = [layout.grad_norm_slot, layout.gradient_sum_slot, *(layout.loss_slot(leaf) for leaf in range(2))]
+    slots += [layout.digest_slot(leaf) for leaf in range(2)] + [layout.compute_slot(rank) for rank in range(2)]
+    words = layout.rank_part(
+        step=3, digests={}, replicated=(True,) * 3, left_out=(True,) * 3, gradient_count=5, is_pressed=True
+    )
+    order = BoundOrder(number=1, kind=OrderKind.LEAVE, step=9)
+    layout.add_rank0_part(words, order=order, lr=0.1, step_s=0.2, memory_step=4, memory_stall_s=0.3, pressed_share=0.4)
+    assert all(words[slot] == 0 for slot in slots), "on the device or another rank, and so nowhere here"
+    assert len(set(slots)) == len(slots)
+    assert sum(word != 0 for word in words) == 17
