@@ -5,6 +5,7 @@ Real: the command with its supervisor, a Ray cluster of two nodes, SIGKILL of a 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,16 @@ def test_failures_counted_before_count_on(result: RunResult) -> None:
     assert counted[-1] == 1
     nonces = {path.name.split(".")[1] for path in (result.run.directory / JOURNAL).iterdir()}
     assert len(nonces) == 2, "only one driver wrote to the Journal, so nothing was handed over"
+
+
+def test_the_failure_history_has_the_lost_worker_and_the_killed_driver(result: RunResult) -> None:
+    entries = [json.loads(path.read_text())["fields"] for path in sorted((result.run.directory / JOURNAL).iterdir())]
+    told = [totals for entry in entries if (totals := entry.get("hazard")) is not None]
+    assert len(told) == len(entries)
+    assert [totals["faults"] for totals in told] == [0, 1, 1, 2, 2]
+    exposures = [totals["exposure_node_s"] for totals in told]
+    # Nothing is trained between a Decision and the Attempt after it; what the killed driver had trained is not lost.
+    assert exposures[0] == 0.0 < exposures[1] == exposures[2] < exposures[3] < exposures[4]
 
 
 def test_the_history_is_one_unbroken_one(result: RunResult) -> None:
