@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from orchestrator.report_text import size
+from orchestrator.save_summary import is_routine, policy_of
 from orchestrator.summary import Event
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ProgressView", "RunStatus", "event_line", "open_progress"]
 
 _PLAIN_EVERY_STEPS = 10
-_SKIP_SAID_EVERY_S = 60.0
+_SAID_EVERY_S = 60.0
 
 
 class ProgressView(Protocol):
@@ -56,9 +57,13 @@ class RunStatus:
     _away_since_s: float | None = None
     _is_skip_news: bool = False
     _skip_said_s: float | None = None
+    _clock_s: float = 0.0
+    _is_save_news: bool = False
+    _save_said_s: dict[str, float] = field(default_factory=dict)
     _bound: dict[int, float | None] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
+        self._clock_s = max(self._clock_s, _span(event, "t_s"), _span(event, "finished_s"))
         match event.get("event"):
             case "run_started":
                 self.total_steps = _number(event, "steps", self.total_steps)
@@ -77,6 +82,7 @@ class RunStatus:
                 self._add_step(event)
             case "save_bound":
                 self._bound[_number(event, "step", 0)] = None
+                self._add_order(event)
             case "committed":
                 self._add_commit(_number(event, "step", 0))
             case "data_awaited":
@@ -99,14 +105,26 @@ class RunStatus:
 
     def is_said_already(self, event: Event) -> bool:
         """Each missed save of an outage is counted when the outage ends; saying them one by one tells nothing more.
-        Nor do skipped ones where saves are due faster than they can be stored: one a minute is said."""
+        Nor do skipped ones where saves are due faster than they can be stored, nor the saves of one eager policy: one
+        a minute is said."""
+        if event.get("event") == "save_bound":
+            return not self._is_save_news
         if event.get("event") == "save_skipped":
             return self.is_store_away or not self._is_skip_news
         return self.is_store_away and event.get("event") == "save_failed"
 
+    def _add_order(self, event: Event) -> None:
+        kind = str(event.get("kind", ""))
+        policy = policy_of(str(event.get("reason", "")), kind)
+        said_s = self._save_said_s.get(policy)
+        # Leaving ends an Attempt: it is always news.
+        self._is_save_news = kind != "snapshot" or said_s is None or self._clock_s - said_s >= _SAID_EVERY_S
+        if self._is_save_news:
+            self._save_said_s[policy] = self._clock_s
+
     def _add_skip(self) -> None:
         now_s = self._finished_s or 0.0
-        self._is_skip_news = self._skip_said_s is None or now_s - self._skip_said_s >= _SKIP_SAID_EVERY_S
+        self._is_skip_news = self._skip_said_s is None or now_s - self._skip_said_s >= _SAID_EVERY_S
         if self._is_skip_news and not self.is_store_away:
             self._skip_said_s = now_s
 
@@ -206,6 +224,13 @@ def event_line(event: Event) -> str | None:
             missed = f"{event.get('saves_failed')} failed, {event.get('saves_skipped')} skipped"
             newest = f"the newest checkpoint is of step {event.get('durable_step')}"
             return f"the store is back after {_whole(event, 'away_s')} s: {newest}; saves meanwhile: {missed}"
+        case "save_bound" if not is_routine(str(event.get("reason") or "cadence")):
+            return _order_line(event)
+        case "threshold_moved":
+            moved = f"{_short(event, 'old')} -> {_short(event, 'new')}"
+            return f"the threshold of instability moved, {moved}: {event.get('why')}"
+        case "save_share":
+            return _share_line(event)
         case "save_slow":
             usual = f"{_whole(event, 'seconds')} s, usual are {_whole(event, 'usual_s')} s"
             return f"save of step {event.get('step')} is slow ({usual}): {event.get('cause')}"
@@ -312,6 +337,26 @@ def _number(event: Event, key: str, default: int) -> int:
     return int(value) if isinstance(value, int | float) else default
 
 
+def _order_line(event: Event) -> str:
+    """E.g. ``save at step 40: hazard: 12 min since commit, MTBF 41 min, cost 3.1 s``."""
+    step, reason = event.get("step"), event.get("reason")
+    match event.get("kind"):
+        case "leave":
+            return f"leaving at step {step} with a save: {reason}"
+        case "leave_bounded":
+            return f"leaving at step {step} with a save in its bounded form: {reason}"
+        case "part":
+            return f"leaving at step {step}, which memory holds: {reason}"
+        case _:
+            return f"save at step {step}: {reason}"
+
+
+def _share_line(event: Event) -> str:
+    share, reason = event.get("share"), event.get("why") or event.get("reason")
+    of_it = f"{share:.0%}" if isinstance(share, int | float) else "much"
+    return f"one save takes {of_it} of the device memory in use{f': {reason}' if reason else ''}"
+
+
 def _restored_from(event: Event) -> str:
     tiers = event.get("tiers")
     read = [f"{size(count)} from {tier}" for tier, count in tiers.items()] if isinstance(tiers, dict) else []
@@ -323,6 +368,11 @@ def _restored_from(event: Event) -> str:
 def _figure(event: Event, key: str) -> str:
     value = event.get(key)
     return f"{value:.3f}" if isinstance(value, int | float) else "?"
+
+
+def _short(event: Event, key: str) -> str:
+    value = event.get(key)
+    return f"{value:.3g}" if isinstance(value, int | float) else "?"
 
 
 def _whole(event: Event, key: str) -> str:

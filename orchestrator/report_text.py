@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from orchestrator.save_summary import Spacing
 from orchestrator.summary import AttemptSummary, RunSummary
 
 __all__ = ["duration", "report_text", "size", "sparkline"]
@@ -37,6 +38,7 @@ def report_text(summary: RunSummary, *, url: str, config_path: str = "CONFIG") -
         _curve(summary),
         _attempt_table(summary["attempts"]),
         _costs(summary),
+        _saves(summary),
         _storage(summary),
         _places(summary, url),
         _next_steps(summary, url, config_path),
@@ -156,6 +158,44 @@ def _costs(summary: RunSummary) -> str:
     return f"Where {duration(total)} went\n" + "\n".join(lines)
 
 
+def _saves(summary: RunSummary) -> str:
+    saves = summary.get("saves")  # a finished Run's summary may be of a version without it
+    if saves is None or not (saves["ordered"] or saves["skipped"] or saves["held_back"]):
+        return ""
+    who = ", ".join(f"{number} {policy}" for policy, number in saves["by_policy"].items())
+    lines = [f"  ordered      {saves['ordered']}{': ' if who else ''}{who}"]
+    spacing = _spacing(saves["spacing"])
+    if spacing:
+        lines.append(f"  apart        {spacing}")
+    share = saves["stall_share"]
+    of_it = "" if share is None else f", {share:.2%} of it"
+    lines.append(
+        f"  cost         {duration(saves['stall_s'])} of training{of_it}; {size(saves['stored_bytes'])} stored"
+    )
+    left_out = [
+        (saves["held_back"], f"held back at {_count(saves['held_back'], 'weighing')}"),
+        (saves["skipped"], f"{saves['skipped']} skipped: two earlier ones were under way"),
+    ]
+    if any(number for number, _ in left_out):
+        lines.append(f"  left out     {', '.join(text for number, text in left_out if number)}")
+    if saves["threshold"] is not None:
+        lines.append(f"  threshold    moved {_count(saves['threshold_moves'], 'time')}, now {saves['threshold']:.3g}")
+    return "Saves\n" + "\n".join(lines)
+
+
+def _spacing(spacing: Spacing) -> str:
+    """E.g. ``42.5 steps, 6 min 10 s in the mean; 10 to 96 steps, 62.0 s to 12 min 0 s``."""
+    mean, densest, sparsest = spacing["mean_steps"], spacing["densest_steps"], spacing["sparsest_steps"]
+    if mean is None or densest is None or sparsest is None:
+        return ""
+    means, ends = f"{mean:.4g} steps", f"{densest} to {sparsest} steps"
+    mean_s, densest_s, sparsest_s = spacing["mean_s"], spacing["densest_s"], spacing["sparsest_s"]
+    if mean_s is not None and densest_s is not None and sparsest_s is not None:
+        means += f", {duration(mean_s)}"
+        ends += f", {duration(densest_s)} to {duration(sparsest_s)}"
+    return f"{means} in the mean; {ends}"
+
+
 def _storage(summary: RunSummary) -> str:
     storage = summary["storage"]
     lines = []
@@ -171,7 +211,6 @@ def _storage(summary: RunSummary) -> str:
         lines.append(f"  uploads      {_count(storage['upload_retries'], 'request')} sent again")
     missed = [
         (storage["saves_failed"], "failed"),
-        (storage["saves_skipped"], "skipped: two earlier ones were under way"),
         (storage["saves_retried"], "tried again"),
         (storage["saves_slow"], "abnormally slow"),
     ]

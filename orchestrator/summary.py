@@ -5,11 +5,13 @@ Events come in the order they were written. Lines of an older Attempt that arriv
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypedDict, cast
+from typing import TypedDict
 
+from orchestrator.event_fields import Event, float_of, int_of, text_of, texts_of
 from orchestrator.memory_summary import MemoryFold, MemorySummary, farthest_tier
+from orchestrator.save_summary import SaveFold, SavesSummary, stored_bytes_of
 from orchestrator.skipped_summary import SkippedSummary, skipped_window
 from orchestrator.storage_summary import StorageFold, StorageSummary
 
@@ -26,8 +28,6 @@ __all__ = [
     "begins_history",
     "summarize",
 ]
-
-Event = Mapping[str, object]
 
 _FAULT_VERBS = frozenset(
     {"kill-node", "kill-worker", "stop-worker", "drain-node", "cut-node", "oom-worker", "raise-in-worker"}
@@ -106,6 +106,7 @@ class RunSummary(TypedDict):
     blocked_nodes: dict[str, str]
     storage: StorageSummary
     memory: MemorySummary
+    saves: SavesSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,22 +149,24 @@ class SummaryFold:
     _blocked_nodes: dict[str, str] = field(default_factory=dict)
     _storage: StorageFold = field(default_factory=StorageFold)
     _memory: MemoryFold = field(default_factory=MemoryFold)
+    _saves: SaveFold = field(default_factory=SaveFold)
 
     def add(self, event: Event) -> None:
         """Take in one event; unknown ones only move the clock."""
-        self._last_s = max(self._last_s, _float(event, "t_s"))
+        self._last_s = max(self._last_s, float_of(event, "t_s"))
         self._storage.add(event)
         self._memory.add(event)
+        self._saves.add(event)
         match event.get("event"):
             case "run_started":
-                self._run_id = self._run_id or _text(event, "run_id")
+                self._run_id = self._run_id or text_of(event, "run_id")
             case "driver_started":
                 self._driver_vanished = self._has_driver and self._status == "running"
                 self._has_driver = True
                 self._status, self._exit_reason, self._exit_code = "running", "", None
-                self._driver_back_s = _float(event, "t_s")
+                self._driver_back_s = float_of(event, "t_s")
             case "worker_ready":
-                self._node_of_worker[_text(event, "worker")] = _text(event, "node_id")
+                self._node_of_worker[text_of(event, "worker")] = text_of(event, "node_id")
             case "chaos":
                 self._add_chaos(event)
             case "fault":
@@ -175,23 +178,23 @@ class SummaryFold:
                 tier = farthest_tier(event.get("tiers"))
                 self._attempts[-1]["restored_from"] = tier or self._attempts[-1]["restored_from"]
             case "regrouped" if self._is_current(event):
-                self._set_regrouped(_float(event, "t_s"))
+                self._set_regrouped(float_of(event, "t_s"))
             case "step" if self._is_current(event):
                 self._add_step(event)
             case "eval" if self._is_current(event):
-                self._evals[_int(event, "step")] = _float(event, "loss")
+                self._evals[int_of(event, "step")] = float_of(event, "loss")
             case "node_blocked":
-                self._blocked_nodes[_text(event, "node")] = _text(event, "reason")
+                self._blocked_nodes[text_of(event, "node")] = text_of(event, "reason")
             case "window_skipped":
                 self._skipped.append(skipped_window(event))
             case "committed":
                 self._commits.append(_commit(event))
             case "attempt_ended" if self._is_current(event):
-                self._ended_step = _int(event, "last_step")
+                self._ended_step = int_of(event, "last_step")
             case "run_finished":
-                self._status = _text(event, "status")
-                self._exit_reason = _text(event, "exit_reason")
-                self._exit_code = _int(event, "exit_code")
+                self._status = text_of(event, "status")
+                self._exit_reason = text_of(event, "exit_reason")
+                self._exit_code = int_of(event, "exit_code")
                 digest = event.get("weights_digest")
                 self._weights_digest = digest if isinstance(digest, str) else None
 
@@ -200,7 +203,7 @@ class SummaryFold:
         history = sorted(self._steps.items())
         last = history[-1][1] if history else None
         # The last fault may have ended the run, so that no Attempt followed it.
-        causes = [*self._unplanned, *(_text(fault, "cause") for fault in self._faults[-1:])]
+        causes = [*self._unplanned, *(text_of(fault, "cause") for fault in self._faults[-1:])]
         return RunSummary(
             run_id=self._run_id,
             status=self._status,
@@ -224,34 +227,35 @@ class SummaryFold:
             blocked_nodes=dict(self._blocked_nodes),
             storage=self._storage.result(),
             memory=self._memory.result(),
+            saves=self._saves.result(),
         )
 
     def _is_current(self, event: Event) -> bool:
-        return bool(self._attempts) and _int(event, "attempt") == self._attempts[-1]["attempt"]
+        return bool(self._attempts) and int_of(event, "attempt") == self._attempts[-1]["attempt"]
 
     def _add_chaos(self, event: Event) -> None:
         if event.get("verb") in _DRIVER_VERBS:
-            self._driver_lost_s = _float(event, "t_s")
+            self._driver_lost_s = float_of(event, "t_s")
         elif event.get("verb") in _FAULT_VERBS:
             self._unmatched_chaos.append(event)
 
     def _start_attempt(self, event: Event) -> None:
-        restored_step = _int(event, "restored_step")
+        restored_step = int_of(event, "restored_step")
         finished = max([self._ended_step, *self._steps])
         detected_s = self._detected_s(event)
         self._attempts.append(
             AttemptSummary(
-                attempt=_int(event, "attempt"),
-                cause=_text(event, "cause"),
-                world_size=_int(event, "world_size"),
-                wanted_workers=_int(event, "wanted_workers") or _int(event, "world_size"),
+                attempt=int_of(event, "attempt"),
+                cause=text_of(event, "cause"),
+                world_size=int_of(event, "world_size"),
+                wanted_workers=int_of(event, "wanted_workers") or int_of(event, "world_size"),
                 fault_s=self._fault_s(event, detected_s),
                 detected_s=detected_s,
                 regrouped_s=None,
                 first_step_s=None,
-                lost_steps=max(0, finished - restored_step, _int(event, "lost_steps")),
+                lost_steps=max(0, finished - restored_step, int_of(event, "lost_steps")),
                 restored_step=restored_step,
-                restored_from=_text(event, "restored_from") or "none",
+                restored_from=text_of(event, "restored_from") or "none",
             )
         )
         cause = self._attempts[-1]["cause"]
@@ -277,9 +281,9 @@ class SummaryFold:
         if not self._attempts:
             return None
         if self._faults:
-            return _float(self._faults[0], "detected_s") or _float(self._faults[0], "t_s")
+            return float_of(self._faults[0], "detected_s") or float_of(self._faults[0], "t_s")
         # Only a new driver goes on without a fault of its own: it found out when it started.
-        return self._driver_back_s if self._driver_back_s is not None else _float(event, "t_s")
+        return self._driver_back_s if self._driver_back_s is not None else float_of(event, "t_s")
 
     def _fault_s(self, event: Event, detected_s: float | None) -> float | None:
         """When the trouble really began: the injected fault that explains it, else when it was noticed."""
@@ -293,19 +297,19 @@ class SummaryFold:
         earlier = [
             chaos
             for chaos in self._unmatched_chaos
-            if _float(chaos, "t_s") <= detected_s and (not nodes or _text(chaos, "node_id") in nodes)
+            if float_of(chaos, "t_s") <= detected_s and (not nodes or text_of(chaos, "node_id") in nodes)
         ]
         self._unmatched_chaos = [chaos for chaos in self._unmatched_chaos if chaos not in earlier]
         if earlier:
-            return min(_float(chaos, "t_s") for chaos in earlier)
+            return min(float_of(chaos, "t_s") for chaos in earlier)
         told = event.get("fault_s")
         return float(told) if isinstance(told, int | float) else detected_s
 
     def _nodes_at_fault(self) -> set[str]:
         nodes: set[str] = set()
         for fault in self._faults:
-            nodes.update(_texts(fault, "nodes"))
-            nodes.update(self._node_of_worker.get(worker, "") for worker in _texts(fault, "workers"))
+            nodes.update(texts_of(fault, "nodes"))
+            nodes.update(self._node_of_worker.get(worker, "") for worker in texts_of(fault, "workers"))
         return nodes - {""}
 
     def _forget_after(self, step: int) -> None:
@@ -315,9 +319,9 @@ class SummaryFold:
 
     def _add_step(self, event: Event) -> None:
         attempt = self._attempts[-1]
-        step_s = _float(event, "step_s")
+        step_s = float_of(event, "step_s")
         if attempt["first_step_s"] is None:
-            first_step_s = attempt["first_step_s"] = _float(event, "finished_s") or _float(event, "t_s")
+            first_step_s = attempt["first_step_s"] = float_of(event, "finished_s") or float_of(event, "t_s")
             self._first_began_s = began_s = max(0.0, first_step_s - step_s)
             if attempt["regrouped_s"] is not None:
                 self._set_regrouped(attempt["regrouped_s"])
@@ -326,12 +330,12 @@ class SummaryFold:
             else:
                 self._recovery_s += max(0.0, began_s - attempt["fault_s"])
         chain = event.get("sample_chain")
-        self._steps[_int(event, "step")] = _Step(
-            loss=_float(event, "loss"),
-            tokens=_int(event, "tokens"),
+        self._steps[int_of(event, "step")] = _Step(
+            loss=float_of(event, "loss"),
+            tokens=int_of(event, "tokens"),
             sample_chain=chain if isinstance(chain, str) else None,
             step_s=step_s,
-            world_size=_int(event, "world_size") or attempt["world_size"],
+            world_size=int_of(event, "world_size") or attempt["world_size"],
         )
 
     def _goodput(self) -> Goodput:
@@ -362,10 +366,10 @@ def begins_history(event: Event) -> bool:
 
 def _commit(event: Event) -> CommitSummary:
     return CommitSummary(
-        step=_int(event, "step"),
-        bytes=_int(event, "bytes"),
-        stall_s=_float(event, "stall_s"),
-        upload_s=_float(event, "upload_s"),
+        step=int_of(event, "step"),
+        bytes=stored_bytes_of(event),
+        stall_s=float_of(event, "stall_s"),
+        upload_s=float_of(event, "upload_s"),
     )
 
 
@@ -375,23 +379,3 @@ def _size_changes(history: list[tuple[int, _Step]]) -> list[WorldSize]:
         if not changes or changes[-1]["size"] != value.world_size:
             changes.append(WorldSize(step=step, size=value.world_size))
     return changes
-
-
-def _int(event: Event, key: str) -> int:
-    value = event.get(key)
-    return int(value) if isinstance(value, int | float) else 0
-
-
-def _float(event: Event, key: str) -> float:
-    value = event.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _text(event: Event, key: str) -> str:
-    value = event.get(key)
-    return value if isinstance(value, str) else ""
-
-
-def _texts(event: Event, key: str) -> list[str]:
-    value = event.get(key)
-    return [item for item in cast("list[object]", value) if isinstance(item, str)] if isinstance(value, list) else []

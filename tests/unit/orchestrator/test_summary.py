@@ -90,6 +90,10 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
         storage={"saves_skipped": 0, "saves_failed": 0, "saves_retried": 0, "saves_slow": 0, "upload_retries": 0,
                  "outages": 0, "outage_s": 0.0, "longest_outage_s": 0.0, "max_at_risk_steps": 0, "max_at_risk_s": 0.0},
         memory={"mode": "off", "safe_step": None, "snapshots": 0, "stall_s": 0.0, "passed_over": 0, "degraded": 0},
+        saves={"ordered": 0, "by_policy": {}, "stall_s": 0.75, "stall_share": 0.075, "stored_bytes": 1240,
+               "held_back": 0, "skipped": 0, "threshold_moves": 0, "threshold": None,
+               "spacing": {"mean_steps": None, "densest_steps": None, "sparsest_steps": None, "mean_s": None,
+                           "densest_s": None, "sparsest_s": None}},
     )  # fmt: skip
 
 
