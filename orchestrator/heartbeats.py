@@ -15,6 +15,8 @@ __all__ = ["Hang", "Pulse", "judge", "limit_of"]
 
 
 _IN_A_STEP = frozenset({Phase.COMPILING, Phase.TRAINING, Phase.EVALUATING})
+# While one member is at these, the others stand in their step for as long: its own limit is the one that counts.
+_HOLDS_OTHERS_UP = frozenset({Phase.WAITING_FOR_DATA, Phase.CHECKPOINTING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,8 @@ def limit_of(phase: Phase, config: FailureConfig) -> float | None:
 
 def judge(pulses: Mapping[str, Pulse], config: FailureConfig) -> tuple[Hang, ...]:
     """The members to be killed. Silent processes first: when one is stopped, the others only wait for it. If all answer
-    and some stand still past their phase's limit, the one that has stood still longest is the culprit; none is while a
-    member waits for data, for which the others wait in turn."""
+    and some stand still past their phase's limit, the one that has stood still longest is the culprit; nobody in a
+    step is while a member waits for data, saves, or has moved lately, for which the others wait in turn."""
     silent = [
         Hang(worker_id=worker, detail=f"no answer for {pulse.silent_s:.1f} s (failure.silent_s {config.silent_s:g})")
         for worker, pulse in pulses.items()
@@ -66,9 +68,9 @@ def judge(pulses: Mapping[str, Pulse], config: FailureConfig) -> tuple[Hang, ...
     if silent:
         return tuple(silent)
     stuck: list[tuple[float, Hang]] = []
-    is_data_awaited = any(p.beat is not None and p.beat.phase is Phase.WAITING_FOR_DATA for p in pulses.values())
+    are_held_up = any(p.beat is not None and _holds_others_up(p.beat, config) for p in pulses.values())
     for worker, pulse in pulses.items():
-        if pulse.beat is None or (is_data_awaited and pulse.beat.phase in _IN_A_STEP):
+        if pulse.beat is None or (are_held_up and pulse.beat.phase in _IN_A_STEP):
             continue
         limit = limit_of(pulse.beat.phase, config)
         if limit is not None and pulse.beat.age_s > limit:
@@ -78,3 +80,12 @@ def judge(pulses: Mapping[str, Pulse], config: FailureConfig) -> tuple[Hang, ...
     if not stuck:
         return ()
     return (max(stuck, key=lambda item: item[0])[1],)
+
+
+def _holds_others_up(beat: Heartbeat, config: FailureConfig) -> bool:
+    """Whether those in a step may only be waiting for this member: it is at something that takes longer than a step,
+    or in the step too and within its limit, as just after such a thing, when the others' heartbeats are still old."""
+    if beat.phase in _HOLDS_OTHERS_UP:
+        return True
+    limit = limit_of(beat.phase, config)
+    return beat.phase in _IN_A_STEP and limit is not None and beat.age_s <= limit

@@ -48,3 +48,16 @@ def test_nobody_hangs_while_a_member_waits_for_data_but_it_hangs_itself_beyond_i
     assert hang.worker_id == "c"
     silent = peers | {"c": pulse("c", Phase.WAITING_FOR_DATA, 5.0), "d": pulse("d", Phase.TRAINING, 1.0, silent_s=11.0)}
     assert [one.worker_id for one in judge(silent, CONFIG)] == ["d"]
+
+
+def test_nobody_hangs_while_a_member_saves_but_it_hangs_itself_beyond_its_limit() -> None:
+    peers = {"a": pulse("a", Phase.TRAINING, 70.0), "b": pulse("b", Phase.TRAINING, 71.0)}
+    assert judge(peers | {"c": pulse("c", Phase.CHECKPOINTING, 45.0)}, CONFIG) == ()
+    (hang,) = judge(peers | {"c": pulse("c", Phase.CHECKPOINTING, 61.0)}, CONFIG)
+    assert hang.worker_id == "c"
+
+
+def test_who_waited_for_a_long_save_does_not_hang_because_its_heartbeat_is_older_than_the_savers() -> None:
+    waited = {"a": pulse("a", Phase.TRAINING, 45.0)}
+    assert judge(waited | {"b": pulse("b", Phase.TRAINING, 0.1)}, CONFIG) == ()
+    assert [one.worker_id for one in judge(waited | {"b": pulse("b", Phase.TRAINING, 20.1)}, CONFIG)] == ["a"]
