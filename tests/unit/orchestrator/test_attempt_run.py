@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from orchestrator import attempt_run
-from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken
+from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Left
 from orchestrator.config import RunConfig, RunSettings, WorldConfig
 from orchestrator.deadline_policy import SaveForecast
 from orchestrator.failure_policy import FaultKind
@@ -18,10 +18,11 @@ from orchestrator.leaving import Leaving
 from orchestrator.recorder import Recorder
 from orchestrator.sizing import Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
+from orchestrator.states import State
 from storage.keys import Attempt
 from tests.fakes.worker_groups import PaperCluster
 from workers.config import DataConfig, ModelConfig
-from workers.contract import AttemptSpec, Member, OrderKind, World
+from workers.contract import AttemptSpec, Member, OrderKind, Outcome, OutcomeKind, World
 
 
 class _Coordinator:
@@ -53,6 +54,7 @@ class Scene:
         sizing = Sizing(config, recorder)
         self.living = frozenset({"a", "b"})
         self.noticed: frozenset[str] = frozenset()
+        self.moves: list[State] = []
         leaving = Leaving(
             world=self.world,
             group=self.group,
@@ -79,7 +81,7 @@ class Scene:
             tick=lambda: None,
             noticed=lambda: self.noticed,
             living=lambda: self.living,
-            move=lambda _: None,
+            move=self.moves.append,
         )
 
     def emit(self, event: str, **_: Any) -> None:
@@ -150,3 +152,18 @@ def test_a_member_that_does_not_answer_as_it_should_is_killed_before_it_counts_a
     assert killed == [{scene.worker_id} if may_live else set()]
     assert isinstance(end, Broken)
     assert end.fault.kind is FaultKind.WORKER_LOST
+
+
+def test_ranks_that_left_although_nobody_here_ordered_it_bring_the_controller_where_it_can_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch)
+    left = Outcome(attempt=scene.world.attempt, worker_id=scene.worker_id, rank=0, kind=OutcomeKind.LEFT, last_step=7)
+    fake_ray = SimpleNamespace(exceptions=ray.exceptions, wait=lambda refs, **_: (refs, []), get=lambda _: left)
+    monkeypatch.setattr(attempt_run, "ray", fake_ray)
+    monkeypatch.setattr(scene.group, "start_attempt", lambda *_: {object(): scene.worker_id})
+    monkeypatch.setattr(scene.group.lifelines.bell, "watch", lambda ref: ref)
+    end = scene.run()
+    assert isinstance(end, Left)
+    assert (end.step, end.stop, end.is_parted) == (7, None, False)
+    assert scene.moves[-1] is State.LEAVING, "from there a new World is gathered"
