@@ -237,7 +237,6 @@ class _Driver:
                 every_steps=config.policy.evaluate_every_steps,
                 device_share=config.policy.pressure.device_share,
                 host_share=config.policy.pressure.host_share,
-                save_share=config.policy.pressure.save_share,
             ),
             optim=config.optim,
             eval=config.eval,

@@ -98,9 +98,6 @@ class PressureConfig(_Settings):
 
     device_share: float = Field(0.97, gt=0, le=1, description="device memory in use from which a rank is pressed")
     host_share: float = Field(0.95, gt=0, le=1, description="host memory in use from which a rank is pressed")
-    save_share: float = Field(
-        0.15, gt=0, description="share of the memory in use up to which a Snapshot's size needs no explanation"
-    )
 
 
 class SavePolicyConfig(_Settings):

@@ -19,13 +19,11 @@ __all__ = ["SignalSettings", "WorkerSettings"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalSettings:
     """What is measured for the save policies, every ``every_steps`` steps: ``device_share`` and ``host_share`` of the
-    memory in use are those from which a rank is pressed. ``save_share``: a save that is larger than this share of the
-    memory in use says why."""
+    memory in use are those from which a rank is pressed."""
 
     every_steps: int
     device_share: float
     host_share: float
-    save_share: float
 
     def measures(self, step: int) -> bool:
         return step % self.every_steps == 0

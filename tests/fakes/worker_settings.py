@@ -39,7 +39,7 @@ def make_settings(
         total_steps=total_steps,
         model=TINY_LLAMA,
         data=DataConfig(url=data_url, sequence_length=16, global_batch=8, micro_batch=2),
-        signals=SignalSettings(every_steps=signals_every, device_share=0.97, host_share=0.95, save_share=0.15),
+        signals=SignalSettings(every_steps=signals_every, device_share=0.97, host_share=0.95),
         eval=EvalConfig(every_steps=eval_every, num_leaves=4),
         checkpoint=CheckpointConfig(every_steps=every_steps, memory=MemoryConfig(mode="on", every_steps=memory_every)),
     )

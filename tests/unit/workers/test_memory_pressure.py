@@ -8,7 +8,7 @@ import torch
 from workers.memory_pressure import MemoryLook, MemoryPressure, device_bytes_in_use
 from workers.settings import SignalSettings
 
-SETTINGS = SignalSettings(every_steps=3, device_share=0.9, host_share=0.8, save_share=0.1)
+SETTINGS = SignalSettings(every_steps=3, device_share=0.9, host_share=0.8)
 
 
 def look(device: float | None, host: float) -> MemoryLook:
