@@ -30,7 +30,7 @@ __all__ = [
     "TransportAddress",
 ]
 
-KEEPER_PROTOCOL_VERSION = 2
+KEEPER_PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,9 @@ class SealedSnapshot:
     """The worker's word that the buffer is whole. ``header_digest``: see storage.snapshot_format.
 
     ``ship``: encode it and carry it to the store. ``keep``: hold it in memory as a generation, with a replica at
-    ``peer`` where one is named. At least one of both.
+    ``peer`` where one is named. At least one of both. ``bounded``: the Shard in the store has its moments
+    rounded within ``checkpoint.moment_bound``, but for what a rule of ``checkpoint.levels`` says is lossless; what is
+    kept in memory is exact.
     """
 
     lease_id: str
@@ -92,6 +94,7 @@ class SealedSnapshot:
     ship: bool = True
     keep: bool = False
     peer: TransportAddress | None = None
+    bounded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,6 +94,8 @@ def write_snapshot(
 ) -> Receipt:
     """Encode the Snapshot in ``buffer`` to ``sink``. The Receipt is a proof only once `upload_shard` has returned."""
     started_at_s = clock()
+    if snapshot.bounded:  # rules that name a fidelity still come first
+        config = config.model_copy(update={"fidelity": "bounded"})
     header = read_header(buffer)
     check_against_seal(snapshot, header, header_digest(buffer))
     levels = LevelTable.of(config)

@@ -232,7 +232,7 @@ class GenerationWriter:
         sealed = self._stager.sealed(ticket.request, lease, digest, world_size=self._world_size, stall_s=ticket.stall_s)
         peer = self._peer if is_kept else None
         try:
-            self._keeper.seal(replace(sealed, ship=ticket.ship, keep=is_kept, peer=peer))
+            self._keeper.seal(replace(sealed, ship=ticket.ship, keep=is_kept, peer=peer, bounded=ticket.bounded))
         except StorageError:
             self._lost.append(lease.lease_id)
             raise

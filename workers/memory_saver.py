@@ -106,8 +106,9 @@ class MemorySaver:
     def reach(self, step: int, *, is_ordered: bool) -> bool:
         return self._cadence.reach(step, is_ordered=is_ordered)
 
-    def take(self, step: int, *, ship: bool, wait_s: float | None) -> bool:
-        """Take a Snapshot of ``step``; ``ship``: for the store as well. ``wait_s`` None: nothing is waited for, and
+    def take(self, step: int, *, ship: bool, wait_s: float | None, bounded: bool = False) -> bool:
+        """Take a Snapshot of ``step``; ``ship``: for the store as well, ``bounded``: there in the cheaper form.
+        ``wait_s`` None: nothing is waited for, and
         what became of it shows later. False: it was not taken in that time."""
         started_at = time.monotonic()
         self.settle()
@@ -117,7 +118,7 @@ class MemorySaver:
         make = self._stager.draft if wait_s is not None else self._stager.draft_apart
         draft = make(snapshot, attempt=spec.attempt, step=step, rank=spec.rank, world_size=spec.world.size)
         until = math.inf if wait_s is None else started_at + wait_s
-        ticket = Ticket(draft, self._stager.request(draft), ship=ship, until=until)
+        ticket = Ticket(draft, self._stager.request(draft), ship=ship, until=until, bounded=bounded)
         del draft, snapshot
         ticket.add_stall(time.monotonic() - started_at)
         self._writer.submit(ticket, self._check)

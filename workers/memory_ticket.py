@@ -19,11 +19,11 @@ _CHECK_S: Final = 0.2
 
 
 class Ticket:
-    """``ship``: it is to be carried to the store as well. ``until``: how long a buffer is waited for, by the monotonic
-    clock; inf: until it is taken back."""
+    """``ship``: it is to be carried to the store as well, ``bounded``: in the cheaper form. ``until``: how long a
+    buffer is waited for, by the monotonic clock; inf: until it is taken back."""
 
-    def __init__(self, draft: Draft, request: LeaseRequest, *, ship: bool, until: float) -> None:
-        self.request, self.ship, self.until = request, ship, until
+    def __init__(self, draft: Draft, request: LeaseRequest, *, ship: bool, until: float, bounded: bool = False) -> None:
+        self.request, self.ship, self.until, self.bounded = request, ship, until, bounded
         self._changed = threading.Condition()
         self._draft: Draft | None = draft
         self._is_copying = self._is_refused = self._is_over = self._is_sealed = False

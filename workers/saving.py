@@ -88,9 +88,10 @@ class Saving:
         wait_s = self._wait_s(order)
         with self._pulse.during(Phase.CHECKPOINTING):
             if self.memory is not None:
-                is_staged = self.memory.take(step, ship=order.kind is not OrderKind.PART, wait_s=wait_s or None)
+                ship = order.kind is not OrderKind.PART
+                is_staged = self.memory.take(step, ship=ship, wait_s=wait_s or None, bounded=order.kind.is_bounded)
             else:
-                is_staged = self._stage_in_time(step, wait_s)
+                is_staged = self._stage_in_time(step, wait_s, bounded=order.kind.is_bounded)
         if not is_staged:
             self._desk.leave_out(step)
         if order.kind.ends_attempt and step != self._settings.total_steps:
@@ -115,12 +116,12 @@ class Saving:
             case _:
                 return 0.0
 
-    def _stage_in_time(self, step: int, wait_s: float) -> bool:
+    def _stage_in_time(self, step: int, wait_s: float, *, bounded: bool) -> bool:
         """Stage; a Keeper that is away is waited for like a buffer that is not free. Training outlives it."""
         until = time.monotonic() + wait_s
         while True:
             try:
-                return self._stage(step, max(0.0, until - time.monotonic()))
+                return self._stage(step, max(0.0, until - time.monotonic()), bounded=bounded)
             except KeeperUnreachable as error:
                 self._check()
                 if time.monotonic() >= until:
@@ -128,12 +129,18 @@ class Saving:
                     return False
                 time.sleep(_KEEPER_AWAY_S)
 
-    def _stage(self, step: int, wait_s: float) -> bool:
+    def _stage(self, step: int, wait_s: float, *, bounded: bool) -> bool:
         reshard(self._state.model)  # a loop's own evaluation may have left parameters whole
         rank, world_size = self._spec.rank, self._spec.world.size
         snapshot = capture(self._state, rank=rank, world_size=world_size)
         result = self._stager.stage(
-            snapshot, attempt=self._spec.attempt, step=step, rank=rank, world_size=world_size, wait_s=wait_s
+            snapshot,
+            attempt=self._spec.attempt,
+            step=step,
+            rank=rank,
+            world_size=world_size,
+            wait_s=wait_s,
+            bounded=bounded,
         )
         if not result.staged:
             _log.info("rank %d: step %d is not saved: no buffer came free within %g s", rank, step, wait_s)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -194,9 +194,18 @@ class Stager:
                 self._keeper.release([lease.lease_id for lease in leases])
 
     def stage(
-        self, capture: Capture, *, attempt: Attempt, step: int, rank: int, world_size: int, wait_s: float
+        self,
+        capture: Capture,
+        *,
+        attempt: Attempt,
+        step: int,
+        rank: int,
+        world_size: int,
+        wait_s: float,
+        bounded: bool = False,
     ) -> StageResult:
-        """Copy ``capture`` and hand it over; after the return the caller may change every tensor."""
+        """Copy ``capture`` and hand it over; after the return the caller may change every tensor. ``bounded``: see
+        SealedSnapshot."""
         started = time.monotonic()
         draft = self.draft(capture, attempt=attempt, step=step, rank=rank, world_size=world_size)
         request, asked = self.request(draft), time.monotonic()
@@ -207,7 +216,8 @@ class Stager:
             return StageResult(staged=False, stall_s=time.monotonic() - started - waited_s, num_bytes=0)
         digest = self.fill(lease, draft)
         stall_s = time.monotonic() - started - waited_s
-        self._keeper.seal(self.sealed(request, lease, digest, world_size=world_size, stall_s=stall_s))
+        sealed = self.sealed(request, lease, digest, world_size=world_size, stall_s=stall_s)
+        self._keeper.seal(replace(sealed, bounded=bounded))
         return StageResult(staged=True, stall_s=time.monotonic() - started - waited_s, num_bytes=draft.num_bytes)
 
     def fill(self, lease: BufferLease, draft: Draft) -> str:
