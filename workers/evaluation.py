@@ -32,9 +32,16 @@ def evaluate(
     device: torch.device,
     start_sum: Callable[[torch.Tensor], dist.Work],
     check: Callable[[], None],
+    must_stop: Callable[[], bool] = lambda: False,
     patience: DataPatience | None = None,
-) -> float:
-    """Mean loss over the leaves that the split really has, at most ``num_leaves``. Collective."""
+) -> float | None:
+    """Mean loss over the leaves that the split really has, at most ``num_leaves``. Collective.
+
+    ``must_stop`` is asked before the first leaf is read and before each is computed, and must say the same on all
+    ranks. None: it said yes.
+    """
+    if must_stop():
+        return None
     losses = torch.zeros(num_leaves, dtype=torch.float64, device=device)
     present = torch.zeros_like(losses)
     was_training = model.training
@@ -43,6 +50,8 @@ def evaluate(
         with torch.no_grad():
             for leaf in validation_leaves(dataset, num_leaves, micro_batch, rank, world_size, patience):
                 check()
+                if must_stop():
+                    return None
                 loss = loss_of(move_leaf(leaf, device))
                 if not leaf.is_surplus:
                     losses[leaf.index] = loss

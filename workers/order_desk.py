@@ -9,7 +9,7 @@ import logging
 
 from workers.contract import BoundOrder
 from workers.courier import Courier
-from workers.order_plan import OrderBinder, OrderPlan, standing_orders
+from workers.order_plan import BIND_AHEAD, OrderBinder, OrderPlan, standing_orders
 
 __all__ = ["OrderDesk"]
 
@@ -41,6 +41,19 @@ class OrderDesk:
         if binding.bound is not None:
             courier.report_bound(binding.bound)
         return binding.bound
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a step vector has told of an Order that ends the Attempt: the same on all ranks."""
+        return self._plan.is_ending
+
+    def waits_to_end(self, step: int) -> bool:
+        """Whether rank 0 has an Order that ends the Attempt and may be bound at the end of ``step``. False elsewhere.
+
+        Near the last step it is bound no more, but the Run ends there as soon.
+        """
+        order = None if self._courier is None else self._courier.newest_order()
+        return order is not None and order.kind.ends_attempt and order.not_before_step <= step + BIND_AHEAD
 
     def learn(self, order: BoundOrder) -> None:
         """Take in what a step vector said."""

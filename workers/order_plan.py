@@ -36,11 +36,14 @@ class OrderPlan:
     def __init__(self, *, total_steps: int, standing: Iterable[BoundOrder] = ()) -> None:
         self._total_steps = total_steps
         self._by_step = {order.step: order for order in standing}
+        self.is_ending = False
+        """Whether an Order that ends the Attempt has been learned."""
 
     def learn(self, order: BoundOrder) -> None:
         """Take in what a step vector said; kind NONE says nothing."""
         if order.kind is not OrderKind.NONE:
             self._by_step[order.step] = order
+            self.is_ending = self.is_ending or order.kind.ends_attempt
 
     def due(self, step: int) -> BoundOrder | None:
         """What must be done at the end of ``step``; given out once. The last step always saves and never leaves."""

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from workers.step_vector import StepVectorLayout
 from workers.stream import Leaf, LeafStream
 from workers.train_step import TrainStep
 from workers.training_statistics import TrainingStatistics
+from workers.yielding import Yielding
 
 __all__ = ["Session"]
 
@@ -81,6 +83,7 @@ class Session:
         self._stream: LeafStream | None = None
         self._orders: OrderDesk | None = None
         self._saver: Saving | None = None
+        self._yielding = Yielding(parts.device, start_sum=groups.start_sum, desk=lambda: self._desk)
         self._in_flight: _InFlight | None = None
         self._open_step: int | None = None
         self._finished_step = self._base_step = 0
@@ -236,14 +239,23 @@ class Session:
                 device=self.device,
                 start_sum=self._groups.start_sum,
                 check=self._check,
+                must_stop=partial(self._yielding.must_stop, step.number),
                 patience=self._data_patience,
             )
+        if loss is None:
+            self._yielding.say_cut_short(step.number)
+            return
         progress = self.state.progress
         if progress.best_metric is None or loss < progress.best_metric:
             progress.best_metric, progress.best_step = loss, step.number
         if self._courier is not None:
             best, best_step = progress.best_metric, progress.best_step or step.number
             self._courier.report_eval(EvalReport(step=step.number, loss=loss, best=best, best_step=best_step))
+
+    def should_yield(self) -> bool:
+        """Whether an evaluation of the loop's own is to end at once, its result left out, as an Order ends the Attempt.
+        Collective, and the same on all ranks: each asks once a batch. After True, go on to `step_end` as usual."""
+        return self._yielding.must_stop(self._finished_step if self._open_step is None else self._open_step)
 
     def drain(self) -> None:
         """Read the vector that is still under way, if one is: Progress then stands at the last finished step."""
