@@ -61,7 +61,7 @@ class _Counted:
 
 def loop(session: Session, directory: str, own: bool) -> None:
     counted = _Counted(session)
-    session.loss = counted  # type: ignore[method-assign, assignment]
+    session.loss = counted  # type: ignore[method-assign]
     for step in session.steps():
         for leaf in step.leaves():
             step.backward(leaf, session.loss(leaf))
