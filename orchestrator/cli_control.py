@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from storage.lease_watch import DriverSighting
     from storage.object_store import ObjectStore
 
-__all__ = ["SAVE_EPILOG", "SCALE_EPILOG", "STOP_EPILOG", "save", "scale", "stop"]
+__all__ = ["SAVE_EPILOG", "SCALE_EPILOG", "STOP_EPILOG", "Run", "open_run", "save", "scale", "stop"]
 
 _CODES = """
 [bold]Exit codes[/bold]
@@ -79,7 +79,7 @@ def _carry_out(run: str, wish: WishKind, workers: int | None, *, wait: bool, tim
     from orchestrator.asking import Asking, DriverGone, NoDriver, NotARun
 
     with ending(run):
-        url, store = _open(run)
+        url, store = open_run(run)
 
     def say(line: str) -> None:
         if not is_json:
@@ -147,7 +147,7 @@ def _facts(answer: Answer, url: str, code: CheckpointsCode) -> dict[str, Any]:
     }
 
 
-def _open(run: str) -> tuple[str, ObjectStore]:
+def open_run(run: str) -> tuple[str, ObjectStore]:
     """The URL and the store of a Run that is named by its URL or by its YAML file."""
     import logging
 

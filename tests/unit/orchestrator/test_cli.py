@@ -53,7 +53,15 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> FakeLaunch:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["data", "--help"], ["checkpoints", "--help"], ["doctor", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["data", "--help"],
+        ["checkpoints", "--help"],
+        ["doctor", "--help"],
+        ["explain", "--help"],
+    ],
 )
 def test_help_loads_neither_torch_nor_ray_nor_the_configuration(arguments: list[str]) -> None:
     code = (
@@ -69,7 +77,7 @@ def test_help_loads_neither_torch_nor_ray_nor_the_configuration(arguments: list[
 @pytest.mark.parametrize(
     "command",
     [
-        *(["run"], ["data", "prepare"], ["doctor"]),
+        *(["run"], ["data", "prepare"], ["doctor"], ["explain"]),
         *(["checkpoints", name] for name in ("list", "show", "verify", "diff", "prune", "quarantine", "copy")),
     ],
 )
