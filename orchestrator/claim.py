@@ -40,6 +40,7 @@ def claim_run(run_id: str, config: RunConfig, owner: str) -> Any:
                 run_id=run_id,
                 root_url=config.run.url,
                 config=config.checkpoint,
+                policy=config.policy,
                 total_steps=config.run.steps,
                 metadata=metadata_of(config),
                 owner=owner,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from pydantic import JsonValue
 
@@ -24,6 +25,7 @@ from storage.open_store import open_store
 from storage.presence import check_presence
 from storage.restore import plan_restore
 from storage.retention import choose_deletions
+from storage.shard_format import itemsize_of
 from storage.sources import RestorePlan
 from storage.sweeper import sweep, sweep_orphans, sweep_uploads, sweep_void
 
@@ -35,8 +37,11 @@ _USUAL_KEEP = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
+    """``raw_bytes``: of the tensors as they are loaded."""
+
     key: StepKey
     stored_bytes: int
+    raw_bytes: int
 
 
 class Committer:
@@ -106,9 +111,10 @@ class Committer:
         )
         if self._reading is not None and self._reading[0].number <= manifest.attempt.number:
             self._reading = None
+        raw_bytes = sum(prod(layout.shape) * itemsize_of(layout.dtype) for layout in manifest.tensors.values())
         label = manifest.step_key.attempt.label
         _log.info("committed step %d of attempt %s: %d bytes", manifest.step, label, manifest.stored_bytes)
-        return CommittedStep(key=manifest.step_key, stored_bytes=manifest.stored_bytes)
+        return CommittedStep(key=manifest.step_key, stored_bytes=manifest.stored_bytes, raw_bytes=raw_bytes)
 
     def retain(self) -> None:
         """Un-commit and delete what retention does not keep. Raises StoreUnavailable."""

@@ -227,6 +227,7 @@ class Controller:
         is_from_memory = plan is not None and plan.memory is not None
         self._store.begin_attempt(restored_step, self._chooser.durable_step if is_from_memory else None)
         self._coordinator.begin_attempt(attempt, world.size, restored_step)
+        self._coordinator.tell_cluster(self._history.facts(member.node_id for member in world.members))
         if is_from_memory and cause == FaultKind.PREEMPTION.value:
             self._coordinator.submit_snapshot("after a preemption notice: what was in memory alone is to be durable")
         self._slow_nodes.begin(world)

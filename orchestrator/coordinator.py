@@ -1,4 +1,4 @@
-"""The coordinator: asks the save policy, issues Orders, merges Receipts and is the only writer of Commits.
+"""The coordinator: asks the save desk, issues Orders, merges Receipts and is the only writer of Commits.
 
 A plain class; `coordinator_actor` makes it remote. It never asks a rank or a Keeper anything: all comes to it. Slow
 work (merging, writing, sweeping) runs on one committer thread, so `exchange` and `deliver` answer at once. While the
@@ -12,12 +12,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, assert_never
 
 from orchestrator.committer import CommittedStep, Committer
+from orchestrator.order_book import OrderBook
 from orchestrator.patient_store import PatientStore
 from orchestrator.pending_saves import MAX_WHOLE, PendingSaves
-from orchestrator.save_policy import SaveFacts, decide_save
+from orchestrator.save_config import SavePolicyConfig
+from orchestrator.save_desk import SaveDesk, ThresholdMove
+from orchestrator.save_facts import ClusterFacts, Weighed
+from orchestrator.save_times import SaveCost
 from orchestrator.signals import (
     Committed,
     Evaluated,
@@ -27,16 +31,19 @@ from orchestrator.signals import (
     SaveFailed,
     SaveSkipped,
     SaveSlow,
+    SaveWeighed,
     Signal,
     StepFinished,
+    ThresholdMoved,
 )
 from orchestrator.slow_saves import SlowSave, SlowSaves
+from orchestrator.step_book import StepBook
 from storage.config import CheckpointConfig
 from storage.errors import CommitRefused, StorageError, StoreUnavailable
 from storage.keys import LEASES, Attempt, StepKey
 from storage.manifest import Receipt
 from storage.sources import RestorePlan
-from workers.contract import BoundOrder, ExchangeReply, ExchangeRequest, Order, OrderKind
+from workers.contract import BoundOrder, ExchangeReply, ExchangeRequest, OrderKind
 
 __all__ = ["Coordinator"]
 
@@ -57,13 +64,12 @@ class Coordinator:
         committer: Committer,
         store: PatientStore,
         config: CheckpointConfig,
+        policy: SavePolicyConfig,
         total_steps: int,
         monotonic: Callable[[], float],
     ) -> None:
         self._committer = committer
         self._store = store  # the one that the committer writes to
-        self._config = config
-        self._total_steps = total_steps
         self._monotonic = monotonic
         self._lock = threading.Condition()
         self._attempt: Attempt | None = None
@@ -72,15 +78,9 @@ class Coordinator:
         self._slow = SlowSaves()
         self._delays: dict[tuple[int, int | None], float] = {}
         self._signals: deque[Signal] = deque(maxlen=_MAX_SIGNALS)
-        self._order: Order | None = None
-        self._num_orders = 0
-        self._parted = 0  # the last Order to part that ranks were heard to have bound
-        self._reasons: dict[int, str] = {0: "cadence"}
-        self._newest_step = 0
-        self._losses: dict[int, float] = {}
-        self._metrics: dict[int, float] = {}
-        self._ledgers: dict[int, tuple[int, str]] = {}
-        self._last_save_at = monotonic()
+        self._orders = OrderBook()
+        self._steps = StepBook()
+        self._desk = SaveDesk(policy, config, total_steps=total_steps)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="committer")
 
     # -- the controller's calls -------------------------------------------------------------------------------------
@@ -92,10 +92,9 @@ class Coordinator:
                 raise CommitRefused(f"attempt {attempt.label} does not rise above {self._attempt.label}")
             self._attempt = attempt
             self._base_step = base_step
-            self._order = None
-            self._newest_step = base_step
-            self._metrics = {step: loss for step, loss in self._metrics.items() if step <= base_step}
-            self._last_save_at = self._monotonic()
+            self._orders.begin(attempt)
+            self._steps.begin(base_step)
+            self._desk.begin_attempt(base_step, self._monotonic())
             self._pending.begin(world_size)
             self._executor.submit(self._sweep_dead, attempt)
             self._slow.forget_all()
@@ -108,18 +107,23 @@ class Coordinator:
         except StorageError as error:
             _log.warning("what earlier Attempts left stays for now: %s", error)
 
+    def tell_cluster(self, facts: ClusterFacts) -> None:
+        """What the driver knows of failures and nodes: at the start of an Attempt and when it changes."""
+        with self._lock:
+            self._desk.tell_cluster(facts)
+
     def submit_leave(self, reason: str, kind: OrderKind = OrderKind.LEAVE) -> int:
         """Order all ranks to snapshot and leave as soon as they can; returns the Order's number.
 
         ``kind`` PART: the Snapshot stays in memory, and no Checkpoint of its step is to be expected.
         """
         with self._lock:
-            return self._issue(kind, reason).number
+            return self._orders.issue(kind, reason, newest_step=self._steps.newest_step).number
 
     def submit_snapshot(self, reason: str) -> int:
         """Order a Snapshot on demand."""
         with self._lock:
-            return self._issue(OrderKind.SNAPSHOT, reason).number
+            return self._orders.issue(OrderKind.SNAPSHOT, reason, newest_step=self._steps.newest_step).number
 
     def drain_signals(self) -> tuple[Signal, ...]:
         """Everything observed since the last call, in order."""
@@ -203,81 +207,61 @@ class Coordinator:
             if self._attempt != request.attempt:
                 return ExchangeReply(attempt=request.attempt, order=None, settled_steps=(), is_current=False)
             self._take_news(request)
-            self._consult_policy()
+            self._consult(request.attempt)
             settled = self._pending.settled_steps()
             if self._store.trouble is not None or self._delays:
                 # Nothing of them is left in a Keeper: they must not keep newer Snapshots out of it for a whole outage.
                 settled += self._pending.whole_steps
-            return ExchangeReply(attempt=request.attempt, order=self._order, settled_steps=settled, is_current=True)
+            return ExchangeReply(
+                attempt=request.attempt, order=self._orders.newest, settled_steps=settled, is_current=True
+            )
 
     def _take_news(self, request: ExchangeRequest) -> None:
+        now = self._monotonic()
+        self._desk.take_steps(request.reports, now)
         for report in request.reports:
-            if report.step <= self._newest_step:
-                continue  # a call that failed may have arrived: news can come twice
-            self._newest_step = report.step
-            self._losses[report.step] = report.loss
-            self._ledgers[report.step] = (report.position, report.sample_chain)
-            self._signals.append(StepFinished(attempt=request.attempt, report=report))
+            if self._steps.add(report):
+                self._signals.append(StepFinished(attempt=request.attempt, report=report))
         for evaluation in request.evals:
-            if evaluation.step in self._metrics:
-                continue
-            self._metrics[evaluation.step] = evaluation.loss
-            self._signals.append(Evaluated(attempt=request.attempt, report=evaluation))
+            if self._steps.add_evaluation(evaluation):
+                self._desk.take_evaluation(evaluation)
+                self._signals.append(Evaluated(attempt=request.attempt, report=evaluation))
         for bound in request.bound:
-            if bound.kind is OrderKind.PART:
-                self._note_part(request.attempt, bound)
-                continue
-            if not self._pending.expect(bound.step):
-                continue
-            self._last_save_at = self._monotonic()
-            self._slow.begin(bound.step, self._last_save_at)
-            reason = self._reasons.get(bound.number, "order")
-            self._signals.append(SaveBound(attempt=request.attempt, bound=bound, reason=reason))
+            self._take_bound(request.attempt, bound, now)
         for step in request.skipped:
             self._pending.give_up(step)
-            self._slow.forget(step)
+            self._forget_times(step)
+            self._desk.gave_up(step)
             self._signals.append(SaveSkipped(attempt=request.attempt, step=step))
-        horizon = self._newest_step - 1000
-        for table in (self._losses, self._ledgers, self._metrics):
-            for step in [s for s in table if s < horizon]:
-                del table[step]
+        self._steps.prune()
 
-    def _note_part(self, attempt: Attempt, bound: BoundOrder) -> None:
-        """No Receipt will come of it: its Snapshot stays in memory."""
-        if bound.number != self._parted:
-            self._parted = bound.number
-            reason = self._reasons.get(bound.number, "order")
-            self._signals.append(SaveBound(attempt=attempt, bound=bound, reason=reason))
+    def _take_bound(self, attempt: Attempt, bound: BoundOrder, now: float) -> None:
+        if bound.kind is OrderKind.PART:  # no Receipt will come of it: its Snapshot stays in memory
+            is_news = self._orders.is_first_word_of_parting(bound)
+        else:
+            is_news = self._pending.expect(bound.step)
+            if is_news:
+                self._desk.bound(bound, now)
+                self._slow.begin(bound.step, now)
+        if is_news:
+            self._signals.append(SaveBound(attempt=attempt, bound=bound, reason=self._orders.reason_of(bound)))
 
-    def _consult_policy(self) -> None:
-        facts = SaveFacts(
-            newest_step=self._newest_step,
-            total_steps=self._total_steps,
-            since_save_s=self._monotonic() - self._last_save_at,
-            unsettled=self._pending.num_unsettled,
-        )
-        wish = decide_save(facts, self._config)
+    def _consult(self, attempt: Attempt) -> None:
+        wish = None if self._orders.is_leaving else self._desk.consult(self._monotonic())
         if wish is not None:
-            self._last_save_at = self._monotonic()
-            self._issue(OrderKind.SNAPSHOT, wish.reason)
+            self._orders.issue(OrderKind.SNAPSHOT, wish.reason, newest_step=self._steps.newest_step)
+        self._pass_on(attempt)
 
-    def _issue(self, kind: OrderKind, reason: str) -> Order:
-        if self._attempt is None:
-            raise CommitRefused(f"no Attempt to order a {kind.name} for")
-        if self._order is not None and self._order.kind.ends_attempt and not kind.ends_attempt:
-            # A rank that has not met the Leave yet would never hear of it. What it does on leaving is saved as well.
-            return self._order
-        self._num_orders += 1
-        self._order = Order(
-            attempt=self._attempt,
-            number=self._num_orders,
-            kind=kind,
-            not_before_step=self._newest_step + 1,
-            reason=reason,
-        )
-        self._reasons[self._num_orders] = reason
-        _log.info("order %d: %s, not before step %d: %s", self._num_orders, kind.name, self._newest_step + 1, reason)
-        return self._order
+    def _pass_on(self, attempt: Attempt) -> None:
+        """What the save desk finds worth an event."""
+        for news in self._desk.take_news():
+            match news:
+                case Weighed():
+                    self._signals.append(SaveWeighed(attempt=attempt, weighed=news))
+                case ThresholdMove():
+                    self._signals.append(ThresholdMoved(attempt=attempt, move=news))
+                case _:
+                    assert_never(news)
 
     # -- the Keepers' calls -----------------------------------------------------------------------------------------
 
@@ -322,6 +306,7 @@ class Coordinator:
             if attempt != self._attempt or now - self._delays.get((step, rank), -_REPEAT_S) < _REPEAT_S:
                 return
             self._delays[step, rank] = now
+            self._desk.delayed()
             self._slow.explain(step)
             self._signals.append(
                 SaveDelayed(attempt=attempt, step=step, rank=rank, reason=reason, failing_for_s=failing_for_s)
@@ -338,6 +323,7 @@ class Coordinator:
         if self._pending.give_up(step):
             _log.info("save of step %d given up: %s", step, reason)  # the driver says it aloud
             self._forget_times(step)
+            self._desk.gave_up(step)
             self._signals.append(SaveFailed(attempt=attempt, step=step, reason=reason))
         self._lock.notify_all()
 
@@ -355,19 +341,19 @@ class Coordinator:
             merge = self._pending.whole(step)
             if attempt != self._attempt or merge is None:
                 return
-            facts: dict[str, Any] = {
-                "loss": self._losses.get(step),
-                "metric": self._metrics.get(step),
-                "ledger": self._ledgers.get(step),
-            }
+            words = self._steps.of(step)
         began_at = self._monotonic()
         with self._store.patience(lambda reason, for_s: self._delay(attempt, step, None, reason, for_s)):
-            done: CommittedStep = self._committer.commit(merge, base_step=base_step, **facts)
+            done: CommittedStep = self._committer.commit(merge, base_step=base_step, **words._asdict())
         now = self._monotonic()
         receipts = merge.receipts
+        cost = SaveCost.of(receipts, commit_s=now - began_at, stored_bytes=done.stored_bytes, raw_bytes=done.raw_bytes)
+        write_s = None
         with self._lock:
             if attempt == self._attempt:
-                slow = self._slow.committed(step, receipts, now - began_at, now)
+                write_s = self._desk.committed(step, cost, now).write_s
+                self._pass_on(attempt)
+                slow = self._slow.committed(step, receipts, cost.commit_s, now)
                 if slow is not None:
                     self._say_slow(attempt, slow)
                 self._forget_times(step)
@@ -377,10 +363,13 @@ class Coordinator:
                 Committed(
                     attempt=attempt,
                     step=step,
-                    stored_bytes=done.stored_bytes,
-                    stall_s=max(receipt.stall_s for receipt in receipts),
-                    upload_s=max(receipt.upload_s for receipt in receipts),
-                    loss=facts["loss"],
+                    stored_bytes=cost.stored_bytes,
+                    stall_s=cost.stall_s,
+                    upload_s=cost.upload_s,
+                    loss=words.loss,
+                    encode_s=cost.encode_s,
+                    commit_s=cost.commit_s,
+                    write_s=write_s,
                     upload_retries=sum(receipt.retries for receipt in receipts),
                 )
             )

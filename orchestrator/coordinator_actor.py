@@ -18,6 +18,8 @@ from pydantic import JsonValue
 from orchestrator.committer import Committer
 from orchestrator.coordinator import Coordinator
 from orchestrator.patient_store import PatientStore
+from orchestrator.save_config import SavePolicyConfig
+from orchestrator.save_facts import ClusterFacts
 from orchestrator.signals import Signal
 from storage.config import CheckpointConfig
 from storage.keys import Attempt, StepKey
@@ -53,6 +55,7 @@ class CoordinatorShell:
         run_id: str,
         root_url: str,
         config: CheckpointConfig,
+        policy: SavePolicyConfig,
         total_steps: int,
         metadata: dict[str, JsonValue],
         owner: str,
@@ -80,7 +83,12 @@ class CoordinatorShell:
             monotonic=time.monotonic,
         )
         self._coordinator = Coordinator(
-            committer=committer, store=store, config=config, total_steps=total_steps, monotonic=time.monotonic
+            committer=committer,
+            store=store,
+            config=config,
+            policy=policy,
+            total_steps=total_steps,
+            monotonic=time.monotonic,
         )
 
     def owner(self) -> str:
@@ -89,6 +97,9 @@ class CoordinatorShell:
 
     def begin_attempt(self, attempt: Attempt, world_size: int, base_step: int) -> None:
         self._coordinator.begin_attempt(attempt, world_size=world_size, base_step=base_step)
+
+    def tell_cluster(self, facts: ClusterFacts) -> None:
+        self._coordinator.tell_cluster(facts)
 
     def submit_leave(self, reason: str, kind: OrderKind = OrderKind.LEAVE) -> int:
         return self._coordinator.submit_leave(reason, kind)

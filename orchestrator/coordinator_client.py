@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from orchestrator.save_facts import ClusterFacts
 from orchestrator.signals import Signal
 from storage.keys import Attempt, StepKey
 from storage.sources import RestorePlan
@@ -25,6 +26,9 @@ class CoordinatorClient:
 
     def begin_attempt(self, attempt: Attempt, world_size: int, base_step: int) -> None:
         ray.get(self.actor.begin_attempt.remote(attempt, world_size, base_step), timeout=_CALL_S)
+
+    def tell_cluster(self, facts: ClusterFacts) -> None:
+        ray.get(self.actor.tell_cluster.remote(facts), timeout=_CALL_S)
 
     def submit_leave(self, reason: str, kind: OrderKind = OrderKind.LEAVE) -> int:
         return int(ray.get(self.actor.submit_leave.remote(reason, kind), timeout=_CALL_S))

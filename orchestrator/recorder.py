@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, assert_never
 
+from orchestrator.save_facts import Weighed
 from orchestrator.signals import (
     Committed,
     Evaluated,
@@ -18,8 +19,10 @@ from orchestrator.signals import (
     SaveFailed,
     SaveSkipped,
     SaveSlow,
+    SaveWeighed,
     Signal,
     StepFinished,
+    ThresholdMoved,
 )
 from storage.keys import Attempt
 from workers.contract import StepReport
@@ -133,6 +136,13 @@ class Recorder:
                     best=report.best,
                     best_step=report.best_step,
                 )
+            case SaveWeighed(weighed=weighed):
+                self._sink.emit("save_weighed", attempt=number, step=weighed.step, **_weighed_fields(weighed))
+            case ThresholdMoved(move=move):
+                self._sink.emit(
+                    "threshold_moved", attempt=number, step=move.step, old=move.old, new=move.new, why=move.why
+                )
+                _log.info("threshold offset %.3f -> %.3f: %s", move.old, move.new, move.why)
             case SaveBound(bound=bound, reason=reason):
                 kind = bound.kind.name.lower()
                 self._sink.emit("save_bound", attempt=number, step=bound.step, kind=kind, reason=reason)
@@ -177,7 +187,10 @@ class Recorder:
                     step=signal.step,
                     bytes=signal.stored_bytes,
                     stall_s=signal.stall_s,
+                    encode_s=signal.encode_s,
                     upload_s=signal.upload_s,
+                    commit_s=signal.commit_s,
+                    write_s=signal.write_s,
                     upload_retries=signal.upload_retries,
                     loss=signal.loss,
                 )
@@ -186,6 +199,24 @@ class Recorder:
                 _log.warning("step %d is quarantined: %s: %s", step, key, reason)
             case _:
                 assert_never(signal)
+
+
+def _weighed_fields(weighed: Weighed) -> dict[str, Any]:
+    """``due_in_s`` below 0: it has been due for so long; null: that policy does not ask."""
+    wish = weighed.wish
+    return {
+        "opinions": [
+            {
+                "policy": opinion.policy,
+                "due_in_s": None if opinion.due_at_s is None else round(opinion.due_at_s - weighed.now_s, 3),
+                "why": opinion.why,
+                "is_pressing": opinion.is_pressing,
+            }
+            for opinion in weighed.opinions
+        ],
+        "wish": None if wish is None else {"policy": wish.policy, "reason": wish.reason},
+        "held_back": weighed.held_back,
+    }
 
 
 def _memory_fields(report: StepReport) -> dict[str, Any]:

@@ -150,6 +150,7 @@ class Weighed:
     """All opinions at one moment and what came of them. ``held_back``: why nothing was ordered although one was due."""
 
     step: int
+    now_s: float
     opinions: tuple[Opinion, ...]
     wish: SaveWish | None = None
     held_back: str | None = None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.save_desk import ThresholdMove
+from orchestrator.save_facts import Weighed
 from storage.keys import Attempt
 from workers.contract import BoundOrder, EvalReport, StepReport
 
@@ -19,8 +21,10 @@ __all__ = [
     "SaveFailed",
     "SaveSkipped",
     "SaveSlow",
+    "SaveWeighed",
     "Signal",
     "StepFinished",
+    "ThresholdMoved",
 ]
 
 
@@ -84,7 +88,10 @@ class SaveSlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """``stall_s``, ``upload_s``: the largest over the ranks. ``upload_retries``: of all of them."""
+    """``stall_s``, ``encode_s``, ``upload_s``: the largest over the ranks. ``upload_retries``: of all of them.
+
+    ``write_s``: from Snapshot to Commit; None: its Attempt was over before.
+    """
 
     attempt: Attempt
     step: int
@@ -93,6 +100,25 @@ class Committed:
     upload_s: float
     loss: float | None
     upload_retries: int = 0
+    encode_s: float = 0.0
+    commit_s: float = 0.0
+    write_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveWeighed:
+    """What each save policy said, and what came of it: of every wish, else now and then."""
+
+    attempt: Attempt
+    weighed: Weighed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdMoved:
+    """Dearer or cheaper saves have moved the threshold of the instability policy."""
+
+    attempt: Attempt
+    move: ThresholdMove
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,5 +130,15 @@ class Quarantined:
 
 
 Signal = (
-    StepFinished | Evaluated | SaveBound | SaveSkipped | SaveFailed | SaveDelayed | SaveSlow | Committed | Quarantined
+    StepFinished
+    | Evaluated
+    | SaveWeighed
+    | ThresholdMoved
+    | SaveBound
+    | SaveSkipped
+    | SaveFailed
+    | SaveDelayed
+    | SaveSlow
+    | Committed
+    | Quarantined
 )

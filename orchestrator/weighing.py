@@ -22,13 +22,13 @@ def weigh(facts: SaveFacts, policies: Sequence[SavePolicy], *, min_interval_s: f
     opinions = tuple(policy.opinion(facts) for policy in policies)
     asking = [opinion for opinion in opinions if opinion.due_at_s is not None and opinion.due_at_s <= facts.now_s]
     if not asking:
-        return Weighed(step=facts.newest_step, opinions=opinions)
+        return Weighed(step=facts.newest_step, now_s=facts.now_s, opinions=opinions)
     first = min(asking, key=lambda opinion: (not opinion.is_pressing, opinion.due_at_s))
     held_back = _held_back(facts, first, min_interval_s)
     if held_back is not None:
-        return Weighed(step=facts.newest_step, opinions=opinions, held_back=held_back)
+        return Weighed(step=facts.newest_step, now_s=facts.now_s, opinions=opinions, held_back=held_back)
     wish = SaveWish(policy=first.policy, reason=f"{first.policy}: {first.why}")
-    return Weighed(step=facts.newest_step, opinions=opinions, wish=wish)
+    return Weighed(step=facts.newest_step, now_s=facts.now_s, opinions=opinions, wish=wish)
 
 
 def _held_back(facts: SaveFacts, first: Opinion, min_interval_s: float) -> str | None:

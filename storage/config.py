@@ -155,8 +155,10 @@ class CheckpointConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    every_steps: int | None = Field(None, ge=1, description="fixed cadence in steps; null lets the save policy decide")
-    every_s: float = Field(600.0, gt=0, description="cadence of the time policy in seconds, where every_steps is null")
+    every_steps: int | None = Field(
+        None, ge=1, description="fixed cadence in steps; where this and every_s are null the save policies decide"
+    )
+    every_s: float | None = Field(None, gt=0, description="fixed cadence in seconds, from one save to the next")
     keep: int = Field(3, ge=1, description="Checkpoints kept (1 and 2 are accepted with a warning)")
     archive_every_h: float | None = Field(
         None, gt=0, description="besides `keep`: one Checkpoint of every so many hours is never deleted; null: none"

@@ -18,6 +18,7 @@ from orchestrator.committer import Committer
 from orchestrator.coordinator import Coordinator
 from orchestrator.patient_store import PatientStore
 from orchestrator.recorder import Recorder
+from orchestrator.save_config import SavePolicyConfig
 from orchestrator.signals import Committed
 from orchestrator.summary import summarize
 from storage.commit_log import CommitLog
@@ -69,7 +70,12 @@ def test_one_refused_upload_is_sent_again_committed_and_counted_in_event_and_sum
         monotonic=time.monotonic,
     )
     coordinator = Coordinator(
-        committer=committer, store=patient, config=bench.config, total_steps=10, monotonic=time.monotonic
+        committer=committer,
+        store=patient,
+        config=bench.config,
+        policy=SavePolicyConfig(),
+        total_steps=10,
+        monotonic=time.monotonic,
     )
     coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
     keeper = bench.keeper(store, coordinator)

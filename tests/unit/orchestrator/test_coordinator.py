@@ -11,6 +11,7 @@ import pytest
 from orchestrator.committer import Committer
 from orchestrator.coordinator import Coordinator
 from orchestrator.patient_store import PatientStore
+from orchestrator.save_config import SavePolicyConfig
 from orchestrator.signals import Committed, SaveBound, SaveDelayed, SaveFailed, SaveSkipped, StepFinished
 from storage.commit_log import CommitLog
 from storage.config import CheckpointConfig
@@ -50,6 +51,7 @@ def make(
     clock: Clock | None = None,
     memory: MemoryStore | None = None,
     pause: Callable[[], object] = lambda: None,
+    policy: SavePolicyConfig | None = None,
 ) -> tuple[Coordinator, CommitLog, MemoryStore]:
     store = memory or MemoryStore()
     config = config or CheckpointConfig(every_steps=10)
@@ -64,7 +66,12 @@ def make(
         monotonic=clock or Ticking(),
     )
     coordinator = Coordinator(
-        committer=committer, store=patient, config=config, total_steps=100, monotonic=clock or Ticking()
+        committer=committer,
+        store=patient,
+        config=config,
+        policy=policy or SavePolicyConfig(),
+        total_steps=100,
+        monotonic=clock or Ticking(),
     )
     return coordinator, CommitLog(store, RUN), store
 
