@@ -15,6 +15,7 @@ from functools import partial
 from orchestrator.aftermath import Aftermath
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Finished, Left
 from orchestrator.block_list import BlockList
+from orchestrator.cluster_news import ClusterNews
 from orchestrator.config import RunConfig
 from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Stop
@@ -101,6 +102,7 @@ class Controller:
         self._state = State.GATHERING
         self._history = FailureHistory(totals_from(journal.entries, trained_until_s=trained_until_s))
         self._num_nodes = 0
+        self._cluster_news = ClusterNews(history=self._history, view=watcher.view, tell=coordinator.tell_cluster)
         self._sizing = Sizing(config, recorder, journal.entries)
         recorder.listen(self._sizing.pace.on_signal)
         is_bounded = config.checkpoint.fidelity == "bounded"
@@ -227,7 +229,7 @@ class Controller:
         is_from_memory = plan is not None and plan.memory is not None
         self._store.begin_attempt(restored_step, self._chooser.durable_step if is_from_memory else None)
         self._coordinator.begin_attempt(attempt, world.size, restored_step)
-        self._coordinator.tell_cluster(self._history.facts(member.node_id for member in world.members))
+        self._cluster_news.begin((member.node_id for member in world.members), self._state_bytes(world))
         if is_from_memory and cause == FaultKind.PREEMPTION.value:
             self._coordinator.submit_snapshot("after a preemption notice: what was in memory alone is to be durable")
         self._slow_nodes.begin(world)
@@ -266,6 +268,7 @@ class Controller:
 
     def _tick(self) -> None:
         self._gathering.tick()
+        self._cluster_news.follow()
         self._memory.follow_keepers()
         self._memory.note_errors()
 
@@ -278,8 +281,6 @@ class Controller:
         return self._memory.leave_kind(world.members, draining)
 
     def _arrange_memory(self, world: World) -> Stop | None:
-        facts = [self._group.worker(member.worker_id).facts for member in world.members]
-        sizes = [one.state_bytes for one in facts if one is not None and one.state_bytes is not None]
         homes = {member.node_id for member in world.members}
         # A node without a member is found dead by nobody, and takes no replicas: its agent's lifeline tells at once.
         is_cut = self._group.lifelines.is_agent_cut
@@ -288,8 +289,12 @@ class Controller:
             world.members,
             nodes={node_id: node for node_id, node in self._watcher.view().nodes.items() if node_id in living},
             leaving=self._leaving(world),
-            state_bytes=max(sizes, default=None),
+            state_bytes=self._state_bytes(world),
         )
+
+    def _state_bytes(self, world: World) -> int | None:
+        facts = [self._group.worker(member.worker_id).facts for member in world.members]
+        return max((one.state_bytes for one in facts if one is not None and one.state_bytes is not None), default=None)
 
     def _leaving(self, world: World) -> frozenset[str]:
         """Nodes that take no replicas: those with a notice, and, where others are there, those to be given back."""
