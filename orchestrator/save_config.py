@@ -69,6 +69,10 @@ class InstabilityConfig(_Settings):
     curvature_scale: float = Field(0.03, gt=0, description="published formula: |curvature| of one sigmoid unit")
     variance_scale: float = Field(1e-5, gt=0, description="published formula: variance of one sigmoid unit")
     quantile: float = Field(0.9, gt=0, lt=1, description="corrected formula: the running quantile that is the scale")
+    window: int = Field(50, ge=5, description="corrected formula: of how many evaluations the quantile is taken")
+    lag: int = Field(5, ge=0, description="corrected formula: how many evaluations are too new for the quantile")
+    curvature_gain: float = Field(1.0, gt=0, description="corrected formula: sigmoid units of the usual curvature")
+    variance_gain: float = Field(1.0, gt=0, description="corrected formula: sigmoid units of the usual variance")
     min_interval_steps: int = Field(10, ge=1, description="steps from one save of this policy to the next")
 
 
@@ -76,7 +80,7 @@ class FeedbackConfig(_Settings):
     """How stored size and write time move the instability threshold: dearer saves need a better reason."""
 
     size_reference_bytes: float = Field(1e9, gt=0, description="stored size that moves nothing")
-    size_gain: float = Field(0.02, ge=0, description="added for each doubling above the reference")
+    size_gain: float = Field(0.05, ge=0, description="added for each doubling above the reference")
     write_reference_s: float = Field(10.0, gt=0, description="time from Snapshot to Commit that moves nothing")
     write_gain: float = Field(0.02, ge=0, description="added for each doubling above the reference")
     max_offset: float = Field(0.2, ge=0, lt=1)
@@ -98,6 +102,7 @@ class PressureConfig(_Settings):
 
     device_share: float = Field(0.97, gt=0, le=1, description="device memory in use from which a rank is pressed")
     host_share: float = Field(0.95, gt=0, le=1, description="host memory in use from which a rank is pressed")
+    repeat_s: float = Field(600.0, gt=0, description="while the pressure lasts, from the last save to the next")
 
 
 class SavePolicyConfig(_Settings):

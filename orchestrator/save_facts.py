@@ -69,19 +69,25 @@ class ClusterFacts:
 class TrainingFacts:
     """Signals of the training at ``step``, every ``policy.evaluate_every_steps`` steps. None: not enough seen yet.
 
-    ``loss_curvature``: second difference of the loss under a median filter of window 5. ``grad_variance``: of the
-    elements of the gradient, before clipping. ``*_scale``: their running quantiles. ``ranks_pressed``: how many ranks'
-    device or host memory is nearly full; ``pressed_share`` the worst of them, where it was told.
+    ``loss_curvature``: second difference of the loss under a median filter of window 5, the one of largest magnitude
+    since the last evaluation. ``grad_variance``: of the elements of the gradient, before clipping, where it was
+    measured last; ``peak_variance``: the largest since the last evaluation, by the norm of the steps in between.
+    ``*_scale``: running quantiles of what ``loss_curvature`` and ``peak_variance`` were some time ago.
+    ``ranks_pressed``: of how many ranks device or host memory was nearly full, the most since the last evaluation, and
+    ``pressed_share`` the largest share rank 0 used; ``pressed_since_step``: where this episode of pressure began, None:
+    there is none.
     """
 
     step: int
     loss_curvature: float | None = None
     grad_variance: float | None = None
+    peak_variance: float | None = None
     grad_norm: float | None = None
     curvature_scale: float | None = None
     variance_scale: float | None = None
     ranks_pressed: int = 0
     pressed_share: float | None = None
+    pressed_since_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
