@@ -23,11 +23,13 @@ from orchestrator.save_facts import (
 )
 from orchestrator.save_policies import least_interval_s, policies_of
 from orchestrator.save_times import FinishTimes, SaveCost, SaveUnderWay, StepPace
+from orchestrator.threshold_feedback import ThresholdFeedback
+from orchestrator.training_signals import TrainingSignals
 from orchestrator.weighing import weigh
 from storage.config import CheckpointConfig
 from workers.contract import BoundOrder, EvalReport, StepReport
 
-__all__ = ["SaveDesk", "ThresholdMove", "ThresholdSource", "TrainingSource"]
+__all__ = ["SaveDesk", "ThresholdMove", "ThresholdSource"]
 
 _INSTABILITY = "instability"
 _CADENCE = 0  # the Order number of what rank 0 binds by itself
@@ -48,16 +50,12 @@ class ThresholdMove:
     why: str
 
 
-class TrainingSource(Protocol):
-    """Signals of the training, worked out of what rank 0 reports."""
-
-    def add(self, report: StepReport) -> TrainingFacts | None: ...
-
-
 class ThresholdSource(Protocol):
     """How far the saves so far move the instability threshold."""
 
     def offset(self, saves: Sequence[SaveTimes]) -> float: ...
+
+    def explain(self, saves: Sequence[SaveTimes]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ class _Mark:
 
 
 class SaveDesk:
-    """Owned and locked by the coordinator. ``policies`` None: those that the settings ask for."""
+    """Owned and locked by the coordinator. ``policies`` and ``threshold`` None: those that the settings ask for."""
 
     def __init__(
         self,
@@ -76,14 +74,17 @@ class SaveDesk:
         *,
         total_steps: int,
         policies: Sequence[SavePolicy] | None = None,
-        training: TrainingSource | None = None,
         threshold: ThresholdSource | None = None,
     ) -> None:
         self._policies = tuple(policies) if policies is not None else policies_of(policy, checkpoint)
         self._min_interval_s = least_interval_s(policy, checkpoint)
         self._every_steps = policy.evaluate_every_steps
         self._total_steps = total_steps
-        self._signals, self._feedback = training, threshold
+        instability = policy.instability
+        self._signals = TrainingSignals(
+            policy.evaluate_every_steps, instability.quantile, window=instability.window, lag=instability.lag
+        )
+        self._feedback: ThresholdSource = threshold or ThresholdFeedback(policy.feedback)
         self._offset = self._told_offset = 0.0
         self._cluster = ClusterFacts(num_nodes=1)
         self._saves: deque[SaveTimes] = deque(maxlen=_KEPT_SAVES)
@@ -146,8 +147,7 @@ class SaveDesk:
         if report.safe_step > self._nearest.step:
             safe_at_s = self._finished.of(report.safe_step)
             self._nearest = _Mark(step=report.safe_step, at_s=at_s if safe_at_s is None else safe_at_s)
-        if self._signals is not None:
-            self._training = self._signals.add(report) or self._training
+        self._training = self._signals.add(report) or self._training
 
     def _begin_training(self, at_s: float) -> None:
         """The first step has begun: forming and loading were no work at risk."""
@@ -208,12 +208,11 @@ class SaveDesk:
         return times
 
     def _move_threshold(self, times: SaveTimes) -> None:
-        if self._feedback is None:
-            return
-        self._offset = self._feedback.offset(tuple(self._saves))
+        saves = tuple(self._saves)
+        self._offset = self._feedback.offset(saves)
         is_heard = any(policy.name == _INSTABILITY for policy in self._policies)
         if is_heard and abs(self._offset - self._told_offset) >= _TOLD_MOVE:
-            why = f"the save of step {times.step} stored {times.stored_bytes} bytes in {times.write_s:.1f} s"
+            why = self._feedback.explain(saves)
             self._news.append(ThresholdMove(step=times.step, old=self._told_offset, new=self._offset, why=why))
             self._told_offset = self._offset
 

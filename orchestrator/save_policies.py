@@ -7,14 +7,16 @@ from typing import assert_never
 from orchestrator.bounds_policy import BoundsPolicy
 from orchestrator.cadence_policy import CadencePolicy
 from orchestrator.hazard_policy import HazardPolicy
+from orchestrator.instability_policy import InstabilityPolicy
 from orchestrator.metric_policy import BestMetricPolicy
+from orchestrator.pressure_policy import PressurePolicy
 from orchestrator.save_config import PolicyName, SavePolicyConfig
 from orchestrator.save_facts import SavePolicy
 from storage.config import CheckpointConfig
 
 __all__ = ["DEFAULT_POLICIES", "least_interval_s", "policies_of"]
 
-DEFAULT_POLICIES: tuple[PolicyName, ...] = ("hazard",)
+DEFAULT_POLICIES: tuple[PolicyName, ...] = ("hazard", "memory-pressure")
 """Where no cadence is fixed and none are named."""
 
 
@@ -45,7 +47,9 @@ def _policy(name: PolicyName, config: SavePolicyConfig) -> SavePolicy:
             return HazardPolicy(config)
         case "best-metric":
             return BestMetricPolicy()
-        case "instability" | "memory-pressure":
-            raise ValueError(f"policy.policies: {name} is not available yet; leave it out")
+        case "instability":
+            return InstabilityPolicy(config.instability)
+        case "memory-pressure":
+            return PressurePolicy(config.pressure)
         case _:
             assert_never(name)

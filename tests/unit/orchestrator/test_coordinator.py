@@ -12,7 +12,7 @@ from orchestrator.committer import Committer
 from orchestrator.coordinator import Coordinator
 from orchestrator.patient_store import PatientStore
 from orchestrator.save_config import SavePolicyConfig
-from orchestrator.signals import Committed, SaveBound, SaveDelayed, SaveFailed, SaveSkipped, StepFinished
+from orchestrator.signals import Committed, SaveBound, SaveDelayed, SaveFailed, SaveSkipped, SaveWeighed, StepFinished
 from storage.commit_log import CommitLog
 from storage.config import CheckpointConfig
 from storage.errors import CommitRefused, ObjectMissing, StoreUnavailable
@@ -20,7 +20,7 @@ from storage.keys import MANIFESTS, Attempt, StepKey, shard_key
 from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardRecord, TensorLayout
 from storage.memory_store import MemoryStore
 from tests.fakes.away_store import AwayStore
-from workers.contract import BoundOrder, ExchangeRequest, OrderKind, StepReport
+from workers.contract import BoundOrder, EvalReport, ExchangeRequest, OrderKind, StepReport
 
 FIRST = Attempt(number=1, nonce="0000aaaa")
 SECOND = Attempt(number=2, nonce="0000aaaa")
@@ -213,6 +213,29 @@ def test_no_order_to_save_takes_the_place_of_one_to_leave(kind: OrderKind) -> No
     assert (order.number, order.kind) == (leave, kind)
     coordinator.begin_attempt(SECOND, world_size=2, base_step=1)
     assert coordinator.submit_snapshot("asked for") > leave
+
+
+def test_a_policy_s_reason_is_carried_into_the_order_the_bound_save_and_the_weighing() -> None:
+    clock = Clock()
+    policy = SavePolicyConfig(policies=("best-metric",), min_interval_s=0.0)
+    coordinator, _, _ = make(CheckpointConfig(), clock, policy=policy)
+    coordinator.begin_attempt(SECOND, world_size=2, base_step=0)
+    clock.now = 5.0
+    best = EvalReport(step=3, loss=2.0, best=2.0, best_step=3)
+    reports = (report(1), report(2), report(3))
+    older = coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=reports, evals=(best,)))
+    assert (older.is_current, older.order) == (False, None)
+    assert coordinator.exchange(ExchangeRequest(attempt=SECOND)).order is None
+    order = coordinator.exchange(ExchangeRequest(attempt=SECOND, reports=reports, evals=(best,))).order
+    assert order is not None
+    assert order.reason == "best-metric: step 3 has the best evaluation so far, no earlier best is saved"
+    bound = BoundOrder(number=order.number, kind=OrderKind.SNAPSHOT, step=6)
+    again = coordinator.exchange(ExchangeRequest(attempt=SECOND, bound=(bound,))).order
+    assert again == order, "what is bound is not wished once more"
+    signals = coordinator.drain_signals()
+    assert [s.reason for s in signals if isinstance(s, SaveBound)] == [order.reason]
+    wishes = [s.weighed.wish for s in signals if isinstance(s, SaveWeighed) and s.weighed.wish is not None]
+    assert [wish.reason for wish in wishes] == [order.reason]
 
 
 def test_only_keep_checkpoints_stay_and_the_plan_names_the_newest() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from orchestrator.save_config import SavePolicyConfig
-from orchestrator.save_desk import SaveDesk
+from orchestrator.save_desk import SaveDesk, ThresholdMove
 from orchestrator.save_facts import Opinion, SaveFacts, SaveTimes
 from orchestrator.save_policies import policies_of
 from orchestrator.save_times import SaveCost
@@ -32,6 +33,9 @@ class Dearer:
 
     def offset(self, saves: Sequence[SaveTimes]) -> float:
         return 0.02 * len(saves)
+
+    def explain(self, saves: Sequence[SaveTimes]) -> str:
+        return f"{len(saves)} saves"
 
 
 def desk(*policies: Says, total_steps: int = 10_000, min_interval_s: float = 30.0) -> SaveDesk:
@@ -168,7 +172,7 @@ def test_every_wish_is_told_and_else_one_weighing_in_ten_steps_and_moves_of_the_
     assert [getattr(news, "step", None) for news in one.take_news()] == [10, 20, 30]
     one.committed(30, COST, 31.0)
     (move,) = one.take_news()
-    assert (getattr(move, "old", None), getattr(move, "new", None)) == (0.0, 0.02)
+    assert move == ThresholdMove(step=30, old=0.0, new=0.02, why="1 saves")
 
 
 def test_thousands_of_steps_and_saves_keep_little() -> None:
@@ -192,6 +196,8 @@ def test_thousands_of_steps_and_saves_keep_little() -> None:
         ({"every_steps": 10}, None, []),
         ({"every_s": 60.0}, ("best-metric",), ["cadence", "best-metric"]),
         ({}, ("best-metric",), ["best-metric", "bounds"]),
+        ({}, ("instability", "hazard"), ["instability", "hazard", "bounds"]),
+        ({}, None, ["hazard", "memory-pressure", "bounds"]),
     ],
 )
 def test_a_fixed_cadence_takes_the_place_of_all_that_is_not_named(
@@ -213,6 +219,19 @@ def test_a_cadence_denser_than_the_minimum_interval_is_kept_all_the_same() -> No
     assert wish.reason == "cadence: 5 s since the last save, checkpoint.every_s is 5"
 
 
-def test_without_a_cadence_the_hazard_policy_and_the_bounds_are_asked() -> None:
-    assert [policy.name for policy in policies_of(SavePolicyConfig(), CheckpointConfig())][:1] == ["hazard"]
-    assert [policy.name for policy in policies_of(SavePolicyConfig(), CheckpointConfig())][-1:] == ["bounds"]
+def pressed(step: int) -> StepReport:
+    return replace(report(step), ranks_pressed=1, pressed_share=0.99)
+
+
+def test_memory_that_runs_full_is_reported_to_its_policy() -> None:
+    one = SaveDesk(SavePolicyConfig(), CheckpointConfig(), total_steps=1000)
+    one.begin_attempt(0, 0.0)
+    one.take_steps([report(step) for step in range(1, 10)], 9.0)
+    one.bound(order(9), 9.0)
+    one.committed(9, COST, 9.5)
+    assert one.consult(9.5) is None
+    one.take_steps([pressed(10)], 10.0)
+    wish = one.consult(39.0)
+    assert wish is not None
+    assert wish.policy == "memory-pressure"
+    assert wish.reason.startswith("memory-pressure: ")
