@@ -243,6 +243,8 @@ class Coordinator:
             if is_news:
                 self._desk.bound(bound, now)
                 self._slow.begin(bound.step, now)
+                for step in self._pending.crowded_out():
+                    self._give_up(attempt, step, "Receipts of some ranks have not come, nor for several later saves")
         if is_news:
             self._signals.append(SaveBound(attempt=attempt, bound=bound, reason=self._orders.reason_of(bound)))
 

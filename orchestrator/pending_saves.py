@@ -11,7 +11,8 @@ from storage.merge import StepMerge
 __all__ = ["MAX_WHOLE", "PendingSaves"]
 
 MAX_WHOLE = 3  # saves whose Commit waits for the store
-_MAX_SETTLED = 64  # rank 0 has at most two unsettled saves; the tail of settled steps is all that it can still ask for
+_MAX_UNDER_WAY = 8  # where Receipts of some ranks do not come at all, the others' must not gather without end
+_MAX_SETTLED = 64  # rank 0 has few unsettled saves; the tail of settled steps is all that it can still ask for
 
 
 class PendingSaves:
@@ -70,6 +71,11 @@ class PendingSaves:
         """Earlier steps that this rank will never deliver: a Keeper ships one rank's Snapshots in step order."""
         rank = receipt.shard.rank
         return tuple(step for step, merge in self._merges.items() if step < receipt.step and rank not in merge)
+
+    def crowded_out(self) -> tuple[int, ...]:
+        """The oldest saves that are not whole, where there are too many: nobody hands those in any more."""
+        partial = sorted(step for step in self._merges if self.whole(step) is None)
+        return tuple(partial[: max(0, len(self._merges) - _MAX_UNDER_WAY)])
 
     def settle_committed(self, step: int) -> None:
         self.committed.add(step)

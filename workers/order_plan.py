@@ -18,6 +18,9 @@ BIND_AHEAD = 2
 CADENCE = 0
 """The Order number of saves that no Order asked for: the fixed cadence and the last step."""
 _MAX_UNSETTLED = 2
+_MAX_PASSED_OVER = 3
+"""Due saves in a row. That a rank other than 0 has not taken a save shows by its Receipt for a later one: where no save
+under way can become whole, as after the death of a Keeper, only another one ends them."""
 
 
 def standing_orders(*, base_step: int, total_steps: int, every_steps: int | None) -> tuple[BoundOrder, ...]:
@@ -64,14 +67,16 @@ class Binding:
 class OrderBinder:
     """Rank 0's side: gives the newest Order, the cadence and the last step their steps, and keeps saves from piling up.
 
-    Saves of the cadence are passed over while two saves are neither committed nor given up; Orders and the last step
-    are not, since their issuer knows what is under way.
+    Saves of the cadence are passed over while two saves are neither committed nor given up, but for each fourth; Orders
+    and the last step are not, since their issuer knows what is under way. How many may be under way in the end is the
+    coordinator's to bound, and each rank's buffers'.
     """
 
     def __init__(self, *, total_steps: int, every_steps: int | None, standing: Iterable[BoundOrder] = ()) -> None:
         self._total_steps, self._every_steps = total_steps, every_steps
         self._unsettled = {order.step for order in standing}
         self._last_number = CADENCE
+        self._num_passed_over = 0
         self._is_leaving = False
 
     def settle(self, steps: Iterable[int]) -> None:
@@ -94,10 +99,12 @@ class OrderBinder:
             return self._accept(BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=target))
         if self._every_steps is None or target % self._every_steps:
             return Binding()
-        if len(self._unsettled) >= _MAX_UNSETTLED:
+        if len(self._unsettled) >= _MAX_UNSETTLED and self._num_passed_over < _MAX_PASSED_OVER:
+            self._num_passed_over += 1
             return Binding(skipped_step=target)
         return self._accept(BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=target))
 
     def _accept(self, order: BoundOrder) -> Binding:
         self._unsettled.add(order.step)
+        self._num_passed_over = 0
         return Binding(bound=order)

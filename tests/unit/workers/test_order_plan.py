@@ -79,6 +79,14 @@ def test_saves_of_the_cadence_never_pile_up() -> None:
     assert binding.bind(4, None).bound == bound(0, OrderKind.SNAPSHOT, 6)
 
 
+def test_saves_that_never_end_keep_others_away_but_not_each_of_them() -> None:
+    binding = binder(every_steps=1)
+    bound_steps = [step + 2 for step in range(1, 15) if binding.bind(step, None).bound is not None]
+    assert bound_steps == [3, 4, 8, 12, 16]
+    binding.settle(bound_steps)
+    assert [binding.bind(step, None).bound is not None for step in (15, 16, 17)] == [True, True, False]
+
+
 def test_the_last_step_is_bound_even_when_saves_pile_up_and_nothing_after_it() -> None:
     binding = binder(total_steps=6, every_steps=1)
     for step in (1, 2, 3):
