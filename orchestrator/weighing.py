@@ -1,19 +1,24 @@
 """When to save: the one rule by which the policies' opinions become a wish. Pure; time comes in with the facts.
 
 The earliest due time wins. A minimum interval holds every policy back that is not pressing, and nothing is ordered
-while two saves are unsettled or where the last step saves anyway.
+while two saves are unsettled, but not for good, or where the last step saves anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from orchestrator.hazard import time_in_words, usual_write_s
 from orchestrator.save_facts import Opinion, SaveFacts, SavePolicy, SaveWish, Weighed
 
 __all__ = ["MAX_UNSETTLED", "weigh"]
 
 MAX_UNSETTLED = 2
 """One save under way and one staged: saves never pile up."""
+_PATIENCE_S = 60.0
+_MANY_TIMES = 4.0
+"""How long, and how many times what a save usually takes, saves under way hold back others. Receipts that a dead Keeper
+took along never come, and only those of a later save tell so."""
 _BIND_AHEAD = 2  # an Order lands two steps ahead
 
 
@@ -35,9 +40,10 @@ def _held_back(facts: SaveFacts, first: Opinion, min_interval_s: float) -> str |
     """Why the save that ``first`` asks for is not ordered now; None: it is."""
     if facts.newest_step + _BIND_AHEAD >= facts.total_steps:
         return "the last step saves anyway"
-    if facts.unsettled >= MAX_UNSETTLED:
-        return f"{facts.unsettled} saves are still under way"
     since_s = facts.now_s - facts.last_save_at_s
+    patience_s = max(_PATIENCE_S, _MANY_TIMES * (usual_write_s(facts.saves) or 0.0))
+    if facts.unsettled >= MAX_UNSETTLED and since_s < patience_s:
+        return f"{facts.unsettled} saves are still under way, the newest for {time_in_words(since_s)}"
     if not first.is_pressing and since_s < min_interval_s:
         return f"the last save is {since_s:.0f} s old, policy.min_interval_s is {min_interval_s:g}"
     return None
