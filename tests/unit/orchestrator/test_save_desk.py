@@ -92,7 +92,7 @@ def test_a_pressing_policy_waits_for_no_minimum_interval_but_saves_never_pile_up
         one.bound(order(step, number), 1.0)
     assert one.consult(50.0) is None
     assert one.weighed is not None
-    assert one.weighed.held_back == "2 saves are still under way"
+    assert one.weighed.held_back == "2 saves are still under way, the newest for 49 s"
     one.gave_up(3)
     assert one.consult(500.0) is not None
 
