@@ -74,13 +74,13 @@ def reshard(model: nn.Module) -> None:
 
 
 def move_leaf(leaf: Leaf, device: torch.device) -> Leaf:
-    """The leaf with its tensors on ``device``."""
+    """The leaf with its tensors on ``device``. Pinned first: otherwise the host may wait for the device."""
     if device.type == "cpu":
         return leaf
     return Leaf(
         index=leaf.index,
         is_surplus=leaf.is_surplus,
-        input_ids=leaf.input_ids.to(device, non_blocking=True),
-        labels=leaf.labels.to(device, non_blocking=True),
+        input_ids=leaf.input_ids.pin_memory().to(device, non_blocking=True),
+        labels=leaf.labels.pin_memory().to(device, non_blocking=True),
         sample_ids=leaf.sample_ids,
     )

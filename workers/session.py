@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import nn
 from torch.nn import functional
@@ -44,6 +43,7 @@ from workers.step_vector import StepVectorLayout
 from workers.stream import Leaf, LeafStream
 from workers.train_step import TrainStep
 from workers.training_statistics import TrainingStatistics
+from workers.vector_reader import Reading, VectorReader
 from workers.yielding import Yielding
 
 __all__ = ["Session"]
@@ -54,8 +54,7 @@ class _InFlight:
     """A step whose vector is under way."""
 
     step: int
-    vector: torch.Tensor
-    work: dist.Work
+    reading: Reading
     finished_at_s: float
 
 
@@ -77,6 +76,7 @@ class Session:
         self._groups, self._courier, self._pulse, self._check = groups, courier, pulse, check
         self._clock = ComputeClock(parts.device)
         self._pressure = MemoryPressure(parts.device, settings.signals)
+        self._reader = VectorReader(parts.device)
         self._layout = StepVectorLayout(num_leaves=settings.data.num_leaves, world_size=spec.world.size)
         self._state: TrainingState | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -207,11 +207,9 @@ class Session:
             raise LoopMisused(f"rank {self.rank}: step_end({step.number}) needs step.apply() before it, once a step")
         self._open_step = None
         vector = self._fill(step)
-        work = self._groups.start_sum(vector)
-        before, self._in_flight = (
-            self._in_flight,
-            _InFlight(step=step.number, vector=vector, work=work, finished_at_s=time.time()),
-        )
+        reading = self._reader.begin(vector, self._groups.start_sum(vector))
+        before = self._in_flight
+        self._in_flight = _InFlight(step=step.number, reading=reading, finished_at_s=time.time())
         if before is not None:
             self._absorb(before)
         if self._finished_step == self._base_step:
@@ -343,7 +341,7 @@ class Session:
                 memory_stall_s=0.0 if memory is None else memory.stall_s,
                 pressed_share=0.0 if look is None else look.share,
             )
-        vector = torch.tensor(words, dtype=torch.float64).to(self.device, non_blocking=True)
+        vector = self._reader.upload(words)
         for index, loss in step.losses.items():
             vector[self._layout.loss_slot(index)] = loss
         if gradient is not None:
@@ -354,8 +352,7 @@ class Session:
 
     def _absorb(self, in_flight: _InFlight) -> None:
         """Take in the totals of one step: Progress on every rank, the report on rank 0."""
-        in_flight.work.wait()
-        totals = self._layout.read(in_flight.vector.tolist())
+        totals = self._layout.read(in_flight.reading.words())
         if totals.mean_step != in_flight.step:
             raise RanksDisagree(self.rank, in_flight.step, totals.mean_step)
         loss, grad_norm = totals.loss, totals.grad_norm
