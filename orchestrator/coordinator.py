@@ -29,6 +29,7 @@ from orchestrator.signals import (
     SaveBound,
     SaveDelayed,
     SaveFailed,
+    SaveShare,
     SaveSkipped,
     SaveSlow,
     SaveWeighed,
@@ -233,6 +234,8 @@ class Coordinator:
             self._forget_times(step)
             self._desk.gave_up(step)
             self._signals.append(SaveSkipped(attempt=request.attempt, step=step))
+        for share in request.shares:
+            self._signals.append(SaveShare(attempt=request.attempt, report=share))
         self._steps.prune()
 
     def _take_bound(self, attempt: Attempt, bound: BoundOrder, now: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, Protocol, assert_never
 
 from orchestrator.save_facts import Weighed
@@ -17,6 +18,7 @@ from orchestrator.signals import (
     SaveBound,
     SaveDelayed,
     SaveFailed,
+    SaveShare,
     SaveSkipped,
     SaveSlow,
     SaveWeighed,
@@ -55,6 +57,7 @@ class Recorder:
         self.newest_step_s: float | None = None
         self.num_commits = 0  # of this driver
         self._delayed: set[tuple[int, int | None]] = set()
+        self._is_share_told = False  # in this Attempt
         self._listeners: list[Callable[[Signal], None]] = []
 
     def listen(self, listener: Callable[[Signal], None]) -> None:
@@ -77,6 +80,7 @@ class Recorder:
         self.newest_step_this_attempt = int(fields["restored_step"])
         self.safe_step_this_attempt = -1
         self._delayed.clear()
+        self._is_share_told = False
         self._sink.emit("attempt_started", attempt=attempt.number, world_size=world_size, **fields)
 
     def emit(self, event: str, *, attempt: Attempt | None = None, step: int | None = None, **fields: Any) -> None:
@@ -143,6 +147,10 @@ class Recorder:
                     "threshold_moved", attempt=number, step=move.step, old=move.old, new=move.new, why=move.why
                 )
                 _log.info("threshold offset %.3f -> %.3f: %s", move.old, move.new, move.why)
+            case SaveShare(report=report):
+                if not self._is_share_told:  # rank 0 says it once, but a call that failed may have brought it
+                    self._is_share_told = True
+                    self._sink.emit("save_share", attempt=number, **asdict(report))
             case SaveBound(bound=bound, reason=reason):
                 kind = bound.kind.name.lower()
                 self._sink.emit("save_bound", attempt=number, step=bound.step, kind=kind, reason=reason)

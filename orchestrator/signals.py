@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from orchestrator.save_desk import ThresholdMove
 from orchestrator.save_facts import Weighed
 from storage.keys import Attempt
-from workers.contract import BoundOrder, EvalReport, StepReport
+from workers.contract import BoundOrder, EvalReport, ShareReport, StepReport
 
 __all__ = [
     "Committed",
@@ -19,6 +19,7 @@ __all__ = [
     "SaveBound",
     "SaveDelayed",
     "SaveFailed",
+    "SaveShare",
     "SaveSkipped",
     "SaveSlow",
     "SaveWeighed",
@@ -122,6 +123,14 @@ class ThresholdMoved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveShare:
+    """What one save takes of the memory in use, at the first Snapshot of an Attempt."""
+
+    attempt: Attempt
+    report: ShareReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantined:
     attempt: Attempt
     step: int
@@ -134,6 +143,7 @@ Signal = (
     | Evaluated
     | SaveWeighed
     | ThresholdMoved
+    | SaveShare
     | SaveBound
     | SaveSkipped
     | SaveFailed

@@ -231,6 +231,25 @@ class EvalReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShareReport:
+    """What one save takes of the memory in use, of the device, or of the process where the device has none of its own:
+    rank 0's, at the first Snapshot of an Attempt.
+
+    ``share``: of ``extra_bytes``, what the save takes there while it is copied; ``snapshot_share``: of its own size.
+    ``is_measured``: else ``extra_bytes`` follows from the way of the copy. ``why``: where one of them is large.
+    """
+
+    step: int
+    share: float
+    extra_bytes: int
+    snapshot_share: float
+    snapshot_bytes: int
+    in_use_bytes: int
+    is_measured: bool
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeRequest:
     """What rank 0's side thread brings: news since its last call. ``skipped``: steps whose due save was left out."""
 
@@ -239,6 +258,7 @@ class ExchangeRequest:
     evals: tuple[EvalReport, ...] = ()
     bound: tuple[BoundOrder, ...] = ()
     skipped: tuple[int, ...] = ()
+    shares: tuple[ShareReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

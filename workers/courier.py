@@ -14,7 +14,16 @@ from collections import deque
 from typing import TypeVar
 
 from storage.keys import Attempt
-from workers.contract import BoundOrder, CoordinatorPort, EvalReport, ExchangeReply, ExchangeRequest, Order, StepReport
+from workers.contract import (
+    BoundOrder,
+    CoordinatorPort,
+    EvalReport,
+    ExchangeReply,
+    ExchangeRequest,
+    Order,
+    ShareReport,
+    StepReport,
+)
 from workers.errors import AttemptAbandoned, CoordinatorUnavailable
 
 __all__ = ["Courier"]
@@ -38,6 +47,7 @@ class Courier:
         self._evals: deque[EvalReport] = deque()
         self._bound: deque[BoundOrder] = deque()
         self._skipped: deque[int] = deque()
+        self._shares: deque[ShareReport] = deque()
         self._num_dropped = 0
         self._order: Order | None = None
         self._settled: set[int] = set()
@@ -59,6 +69,9 @@ class Courier:
 
     def report_skipped(self, step: int) -> None:
         self._put(self._skipped, step)
+
+    def report_share(self, report: ShareReport) -> None:
+        self._put(self._shares, report)
 
     def newest_order(self) -> Order | None:
         """The newest Order. Raises AttemptAbandoned once the coordinator serves a newer Attempt."""
@@ -99,7 +112,8 @@ class Courier:
             self._changed.notify_all()
 
     def _is_delivered(self) -> bool:
-        return not (self._is_calling or self._reports or self._evals or self._bound or self._skipped)
+        waiting = (self._reports, self._evals, self._bound, self._skipped, self._shares)
+        return not (self._is_calling or any(waiting))
 
     def _is_idle(self) -> bool:
         return self._is_delivered() or self._is_closing or self._is_outdated or self._trouble is not None
@@ -129,6 +143,7 @@ class Courier:
                 evals=_first(self._evals),
                 bound=_first(self._bound),
                 skipped=_first(self._skipped),
+                shares=_first(self._shares),
             )
 
     def _exchange(self, request: ExchangeRequest) -> None:
@@ -149,6 +164,7 @@ class Courier:
             _drop(self._evals, request.evals)
             _drop(self._bound, request.bound)
             _drop(self._skipped, request.skipped)
+            _drop(self._shares, request.shares)
             if self._num_dropped:
                 _log.warning("attempt %s: %d reports were dropped", self._attempt.label, self._num_dropped)
                 self._num_dropped = 0

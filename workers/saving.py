@@ -15,6 +15,7 @@ from workers.evaluation import reshard
 from workers.heartbeat import Pulse
 from workers.memory_saver import MemorySaver
 from workers.order_desk import OrderDesk
+from workers.save_share import ShareMeter
 from workers.settings import WorkerSettings
 from workers.snapshot import capture
 from workers.staging import Stager
@@ -41,7 +42,9 @@ class Saving:
         desk: OrderDesk,
         pulse: Pulse,
         check: Callable[[], None],
+        share: ShareMeter,
     ) -> None:
+        self._share = share
         self._state, self._settings, self._spec, self._stager = state, settings, spec, stager
         self._desk, self._pulse, self._check = desk, pulse, check
         self._order: BoundOrder | None = None
@@ -81,11 +84,18 @@ class Saving:
     def carry_out(self, step: int) -> None:
         """Take the Snapshot that `is_due` spoke of. Progress stands at ``step``."""
         order, self._order = self._order, None
+        wait_s = 0.0 if order is None else self._wait_s(order)
+        before = self._share.begin()
+        is_taken = self._take(step, order, wait_s)
+        if is_taken and self._stager.drafted is not None:
+            is_beside = self.memory is not None and not wait_s
+            self._share.end(step, before, self._stager.drafted, is_beside=is_beside)
+
+    def _take(self, step: int, order: BoundOrder | None, wait_s: float) -> bool:
+        """``order`` None: for memory alone. False: no Snapshot was taken."""
         if order is None:
             assert self.memory is not None  # nothing else was due
-            self.memory.take(step, ship=False, wait_s=None)
-            return
-        wait_s = self._wait_s(order)
+            return self.memory.take(step, ship=False, wait_s=None)
         with self._pulse.during(Phase.CHECKPOINTING):
             if self.memory is not None:
                 ship = order.kind is not OrderKind.PART
@@ -97,6 +107,7 @@ class Saving:
         if order.kind.ends_attempt and step != self._settings.total_steps:
             self.is_leaving = True
             self._pulse.beat(Phase.LEAVING)
+        return is_staged
 
     def close(self) -> None:
         """Let go of the state."""

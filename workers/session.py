@@ -33,6 +33,7 @@ from workers.loading import Makers, WarmParts, load_state
 from workers.memory_pressure import MemoryPressure
 from workers.order_desk import OrderDesk
 from workers.sample_order import chain
+from workers.save_share import ShareMeter
 from workers.saving import Saving
 from workers.settings import WorkerSettings
 from workers.skipped_windows import place_of, skip_ahead
@@ -312,6 +313,7 @@ class Session:
             desk=self._orders,
             pulse=self._pulse,
             check=self._check,
+            share=ShareMeter(self.device, None if self._courier is None else self._courier.report_share),
         )
         self._finished_step = self._base_step = step
 

@@ -24,7 +24,7 @@ from storage.levels import LevelTable
 from storage.snapshot_format import SnapshotHeader, SnapshotLayout, write_planned_header
 from workers.snapshot import MODEL, OPTIM, Capture
 
-__all__ = ["Draft", "StageResult", "Stager"]
+__all__ = ["Draft", "Drafted", "StageResult", "Stager"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,20 @@ class Draft:
         return write_planned_header(view, self.header, self.layout)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """What is known of a Draft without its tensors. ``passing_bytes``: the most that its copy takes of a device at a
+    time, which gathers a tensor there that lies scattered before it goes to host memory."""
+
+    layout: SnapshotLayout
+    passing_bytes: int
+
+    @classmethod
+    def of(cls, draft: Draft) -> Drafted:
+        scattered = (part.nbytes for part in draft.parts.values() if not (part.is_cpu or part.is_contiguous()))
+        return cls(layout=draft.layout, passing_bytes=max(scattered, default=0))
+
+
 @contextmanager
 def _side_stream(ready: torch.cuda.Event | None) -> Iterator[None]:
     """Copies from a CUDA device run beside the training thread's stream, and have ended at the end of the block."""
@@ -101,6 +115,8 @@ class Stager:
         self._planner = SnapshotPlanner(LevelTable() if levels is None else levels)
         self._cancelled = threading.Event()
         self._warm_bytes = 0
+        self.drafted: Drafted | None = None
+        """The newest, None before the first."""
 
     @property
     def keeper(self) -> KeeperPort:
@@ -113,7 +129,9 @@ class Stager:
     def draft(self, capture: Capture, *, attempt: Attempt, step: int, rank: int, world_size: int) -> Draft:
         """Find the place of everything in ``capture``. Copies nothing."""
         header, layout = self._lay_out(capture, attempt, step, rank, world_size)
-        return Draft(header=header, layout=layout, parts=local_parts(capture.tensors))
+        draft = Draft(header=header, layout=layout, parts=local_parts(capture.tensors))
+        self.drafted = Drafted.of(draft)
+        return draft
 
     def draft_apart(self, capture: Capture, *, attempt: Attempt, step: int, rank: int, world_size: int) -> Draft:
         """The same with copies of all that may change before the optimizer's next step: what only that one changes,
@@ -126,7 +144,7 @@ class Stager:
         if any(part.is_cuda for part in parts.values()):
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return Draft(
+        draft = Draft(
             header=header,
             layout=layout,
             parts=parts | early,
@@ -134,6 +152,8 @@ class Stager:
             versions=tuple((name, one, one._version) for name in late for one in (late[name], parts[name])),
             ready=ready,
         )
+        self.drafted = Drafted.of(draft)
+        return draft
 
     def _lay_out(
         self, capture: Capture, attempt: Attempt, step: int, rank: int, world_size: int

@@ -6,7 +6,16 @@ import threading
 from collections.abc import Callable
 
 from storage.keys import Attempt
-from workers.contract import BoundOrder, EvalReport, ExchangeReply, ExchangeRequest, Order, OrderKind, StepReport
+from workers.contract import (
+    BoundOrder,
+    EvalReport,
+    ExchangeReply,
+    ExchangeRequest,
+    Order,
+    OrderKind,
+    ShareReport,
+    StepReport,
+)
 from workers.errors import CoordinatorUnavailable
 
 __all__ = ["ScriptedCoordinator"]
@@ -34,6 +43,7 @@ class ScriptedCoordinator:
         self.evals: list[EvalReport] = []
         self.bound: list[BoundOrder] = []
         self.skipped: list[int] = []
+        self.shares: list[ShareReport] = []
         self.num_calls = 0
 
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
@@ -47,6 +57,7 @@ class ScriptedCoordinator:
             self.evals.extend(request.evals)
             self.bound.extend(request.bound)
             self.skipped.extend(request.skipped)
+            self.shares.extend(request.shares)
             self._changed.notify_all()
             settled = tuple(order.step for order in self.bound) if self._settles else ()
             return ExchangeReply(

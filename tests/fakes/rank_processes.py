@@ -36,6 +36,7 @@ class Ended:
     evals: tuple[Any, ...] = ()
     bound: tuple[Any, ...] = ()
     skipped: tuple[int, ...] = ()
+    shares: tuple[Any, ...] = ()
     receipts: tuple[Any, ...] = ()
 
 
@@ -229,6 +230,7 @@ class _Server:
             evals=tuple(heard.evals),
             bound=tuple(heard.bound),
             skipped=tuple(heard.skipped),
+            shares=tuple(heard.shares),
             receipts=tuple(self._sink.receipts),
         )
 

@@ -10,7 +10,7 @@ import pytest
 
 from storage.keys import Attempt
 from tests.fakes.coordinators import ScriptedCoordinator
-from workers.contract import BoundOrder, EvalReport, ExchangeReply, ExchangeRequest, OrderKind, StepReport
+from workers.contract import BoundOrder, EvalReport, ExchangeReply, ExchangeRequest, OrderKind, ShareReport, StepReport
 from workers.courier import Courier
 from workers.errors import AttemptAbandoned
 
@@ -49,11 +49,22 @@ def test_all_news_arrives_once_and_in_order() -> None:
         courier.report_eval(EvalReport(step=5, loss=1.0, best=1.0, best_step=5))
         courier.report_bound(BoundOrder(number=0, kind=OrderKind.SNAPSHOT, step=7))
         courier.report_skipped(9)
+        share = ShareReport(
+            step=7,
+            share=0.0,
+            extra_bytes=0,
+            snapshot_share=0.1,
+            snapshot_bytes=10,
+            in_use_bytes=100,
+            is_measured=True,
+        )
+        courier.report_share(share)
         assert courier.flush(20.0)
     assert [one.step for one in coordinator.reports] == list(range(1, 601))
     assert [one.step for one in coordinator.evals] == [5]
     assert [one.step for one in coordinator.bound] == [7]
     assert coordinator.skipped == [9]
+    assert coordinator.shares == [share]
 
 
 def test_a_call_that_failed_is_made_again_with_the_same_news() -> None:
