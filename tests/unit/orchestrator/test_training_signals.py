@@ -172,3 +172,12 @@ def test_the_share_is_the_largest_since_the_last_value_and_none_where_it_was_not
     assert first is not None
     assert second is not None
     assert (first.pressed_share, second.pressed_share) == (0.9, None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_variance_that_is_not_finite_leaves_the_one_before(bad: float) -> None:
+    signals = TrainingSignals(1, 0.9)
+    signals.add(step_report(1, grad_variance=2e-6))
+    facts = signals.add(step_report(2, grad_variance=bad))
+    assert facts is not None
+    assert (facts.grad_variance, facts.peak_variance) == (2e-6, 2e-6)
