@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from orchestrator.attempt_run import AFTER_DEADLINE_S, AttemptEnd, Broken, Finished, Left
@@ -51,6 +53,7 @@ class Aftermath:
         recorder: Recorder,
         store: StoreWaits,
         history: FailureHistory,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
         self._group = group
@@ -60,6 +63,7 @@ class Aftermath:
         self._recorder = recorder
         self._store = store
         self._history = history
+        self._wall_clock = wall_clock
         self._counters: Counters = journal.counters()
 
     def after(self, end: AttemptEnd, resume_url: str | None) -> Regroup | Stop:
@@ -81,8 +85,10 @@ class Aftermath:
             return False
         if not isinstance(end, Left) or end.is_parted:
             return not self._coordinator.pending() or waited_s > AFTER_DEADLINE_S
-        limit_s = end.save_limit_s(self._config.checkpoint.leave_timeout_s, now_unix_s=time.time())
-        return self._coordinator.wait_settled(end.step, 0.0) or waited_s > limit_s
+        if self._coordinator.wait_settled(end.step, 0.0) or waited_s > self._config.checkpoint.leave_timeout_s:
+            return True
+        last_word_at_s = inf if end.deadline_at_s is None else end.deadline_at_s + AFTER_DEADLINE_S
+        return waited_s > AFTER_DEADLINE_S and self._wall_clock() > last_word_at_s
 
     def last_word(self, stop: Stop, end: AttemptEnd | None, *, durable_step: int | None, is_unsaved: bool) -> Stop:
         """``stop``, for want of nodes, with what there is for the next driver. ``is_unsaved``: memory holds more."""

@@ -39,6 +39,7 @@ class Scene:
         self.journal: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.looks = 0
+        self.now_unix_s = 1000.0
         self.recorder = Recorder(self, start_unix_s=0.0, newest_step=64)
         self.recorder.steps_this_attempt = 10
         self.aftermath = Aftermath(
@@ -53,6 +54,7 @@ class Scene:
             journal=SimpleNamespace(counters=Counters, append_counters=self._append),  # type: ignore[arg-type]
             recorder=self.recorder,
             history=FailureHistory(),
+            wall_clock=lambda: self.now_unix_s,
             store=SimpleNamespace(  # type: ignore[arg-type]
                 wait_settled=self._await, take_signals=lambda: None, call=lambda _, ask: ask()
             ),
@@ -132,11 +134,20 @@ def test_the_last_save_of_a_world_that_left_is_over_when_settled_or_when_its_nod
     scene.missing = {60: (1,)}
     assert not scene.aftermath.is_save_over(LEFT, 59.0)
     assert scene.aftermath.is_save_over(LEFT, 61.0), "checkpoint.leave_timeout_s"
-    past = replace(LEFT, deadline_at_s=1.0)
+    past = replace(LEFT, deadline_at_s=990.0)
     assert not scene.aftermath.is_save_over(past, 2.9)
     assert scene.aftermath.is_save_over(past, 3.1)
     scene.missing = {}
     assert scene.aftermath.is_save_over(LEFT, 0.0)
+
+
+def test_a_last_save_has_until_its_node_goes_and_not_half_of_that_time() -> None:
+    scene = Scene()
+    scene.missing = {60: (1,)}
+    left = replace(LEFT, deadline_at_s=1030.0)  # left at 1000
+    for waited_s, is_over in ((20.0, False), (29.0, False), (32.9, False), (33.1, True)):
+        scene.now_unix_s = 1000.0 + waited_s
+        assert scene.aftermath.is_save_over(left, waited_s) is is_over, waited_s
 
 
 @pytest.mark.parametrize(
