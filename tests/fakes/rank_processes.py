@@ -107,12 +107,12 @@ class RankProcess:
 
 
 class Trio:
-    """Three processes and the store they meet at."""
+    """Three processes, or ``size``, and the store they meet at."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 3) -> None:
         self.rendezvous = Rendezvous("127.0.0.1")
         self._number = 0
-        self.processes = [RankProcess(rank) for rank in range(3)]
+        self.processes = [RankProcess(rank) for rank in range(size)]
 
     def make(self, settings: WorkerSettings, root: Path, train_loop: Callable[[Any], None] | None = None) -> None:
         for process in self.processes:

@@ -1,28 +1,48 @@
-"""What a group tells of its gradient and memory. Real: processes, gloo, FSDP2, Keepers, the Session and its vector."""
+"""What a group tells of its gradient, its memory and its saves, and that steps leave nothing behind.
+
+Real: processes, gloo, FSDP2, Keepers, the Session and its vector.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.fakes.rank_processes import Trio
+from tests.fakes.small_training import OddModel
 from tests.fakes.token_datasets import write_numbered_rows
 from tests.fakes.worker_settings import make_settings
+from workers.contract import StepReport
 from workers.groups import Groups
 from workers.session import Session
+from workers.settings import WorkerSettings
+
+_FEW, _MANY = 100, 1000
+_FLUSH_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[Trio]:
-    trio = Trio()
+    trio = Trio(2)
     try:
         yield trio
     finally:
         trio.close()
+
+
+def settings_of(root: Path, *, total_steps: int, signals_every: int, leaves: int) -> WorkerSettings:
+    url = str(root / "data")
+    write_numbered_rows(url, 200, sequence_length=16, validation_rows=12)
+    settings = make_settings(url, total_steps=total_steps, signals_every=signals_every)
+    data = settings.data
+    return replace(settings, data=data.model_copy(update={"global_batch": leaves * data.micro_batch}))
 
 
 def train_with_one_sum_a_step(session: Session) -> None:
@@ -49,15 +69,17 @@ def train_with_one_sum_a_step(session: Session) -> None:
 
 
 def test_measured_steps_tell_the_same_at_any_world_size_in_the_one_sum(trio: Trio, tmp_path: Path) -> None:
-    url = str(tmp_path / "data")
-    write_numbered_rows(url, 200, sequence_length=16, validation_rows=12)
-    settings = make_settings(url, total_steps=6, signals_every=2)
+    settings = settings_of(tmp_path, total_steps=6, signals_every=2, leaves=3)  # two ranks need a surplus one
     pressed = replace(settings, signals=replace(settings.signals, host_share=1e-9))
     trio.make(pressed, tmp_path / "run", train_with_one_sum_a_step)
     told = {}
-    for world_size in (1, 2, 3):
+    for world_size in (1, 2):
         ended = trio.run(world_size)
         assert [one.outcome.cause for one in ended] == [None] * world_size
+        assert [len(one.shares) for one in ended] == [1] + [0] * (world_size - 1)
+        (share,) = ended[0].shares
+        assert (share.step, share.is_measured) == (6, False)
+        assert 0 < share.snapshot_bytes == share.extra_bytes < share.in_use_bytes
         told[world_size] = {report.step: report for report in ended[0].reports}
         pressed_steps = {step for step, report in told[world_size].items() if report.ranks_pressed == world_size}
         assert pressed_steps == {2, 4, 6}
@@ -68,3 +90,38 @@ def test_measured_steps_tell_the_same_at_any_world_size_in_the_one_sum(trio: Tri
                 assert 0 < report.pressed_share < 1
             else:
                 assert (report.grad_variance, report.ranks_pressed, report.pressed_share) == (None, 0, None)
+
+
+def train_and_count(session: Session) -> None:
+    """Fails unless as many tensors and reports are alive after many steps as after few. One leaf a step."""
+    session.build(make_model=OddModel)
+    alive: dict[int, tuple[int, int]] = {}
+    for step in session.steps():
+        for leaf in step.leaves():
+            logits = session.state.model(leaf.input_ids.remainder(7))
+            loss = functional.cross_entropy(logits.flatten(0, 1), leaf.labels.remainder(7).flatten())
+            step.backward(leaf, loss)
+        step.apply()
+        session.step_end(step)
+        if step.number in (_FEW, _MANY):
+            alive[step.number] = count_alive(session)
+    if alive[_FEW] != alive[_MANY]:
+        raise AssertionError(f"tensors and reports alive, by step: {alive}")
+
+
+def count_alive(session: Session) -> tuple[int, int]:
+    """Tensors, and StepReports but for those that the test's own coordinator collects."""
+    courier: Any = session._courier
+    if not courier.flush(_FLUSH_S):
+        raise AssertionError(f"news was not delivered within {_FLUSH_S:g} s")
+    gc.collect()
+    alive = gc.get_objects()
+    num_collected = len(courier._coordinator.reports)
+    num_tensors = sum(issubclass(type(one), torch.Tensor) for one in alive)
+    return num_tensors, sum(type(one) is StepReport for one in alive) - num_collected
+
+
+def test_a_thousand_steps_leave_no_more_behind_than_a_hundred(trio: Trio, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, total_steps=_MANY + 2, signals_every=10, leaves=1)
+    trio.processes[0].make(settings, tmp_path / "run", train_and_count)
+    assert trio.run(1)[0].outcome.cause is None
