@@ -58,6 +58,7 @@ class Gathering:
         self._take_signals = take_signals
         self._asked_to_stop = asked_to_stop
         self._lost = LostNodes()
+        self._last_world: frozenset[str] = frozenset()  # the nodes of it
 
     def members(
         self,
@@ -84,13 +85,13 @@ class Gathering:
             members = choose_members(views, world)
             if stop is not None:
                 can_save = is_unsaved and stop.exit_code is ExitCode.STOPPED and len(members) >= world.min_workers
-                return members if can_save else stop
+                return self._as_world(members) if can_save else stop
             waited = time.monotonic() - began
             if len(members) >= world.min_workers:
                 is_full = len(members) >= world.max_workers
                 settled = not self._group.is_someone_starting and waited >= world.start_grace_s
                 if is_full or settled or not wait_for_more:
-                    return members
+                    return self._as_world(members)
             else:
                 self._slow_nodes.wake()
                 num_starting = sum(1 for view in views if not view.is_ready)
@@ -104,6 +105,10 @@ class Gathering:
                     text = f"waited {waited:.0f} s (world.max_wait_s) for {wait.missing}"
                     return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
             time.sleep(min(0.1, self._config.failure.poll_s))
+
+    def _as_world(self, members: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
+        self._last_world = frozenset(member.node_id for member in members)
+        return members
 
     def tick(self) -> None:
         """Bring the books up to date: signals, dead nodes, new nodes, workers that became ready or failed to start."""
@@ -190,10 +195,13 @@ class Gathering:
         self._group.forget_node(node_id)
 
     def _all_are_going(self) -> bool:
-        """Whether nodes have a notice, and none without one is left, or has come, on which a worker could be."""
+        """Whether nodes have a notice, and none without one is left, or has come, on which a worker could be. A node
+        that went before the last World began says nothing about what may still come."""
         view, unusable = self._watcher.view(), self._unusable() | self._lost.away
-        others = [node for node_id, node in view.living().items() if node_id not in unusable]
-        return bool(view.notices()) and not any(workers_that_fit(n.resources, self._config.world) for n in others)
+        living = view.living()
+        others = [node for node_id, node in living.items() if node_id not in unusable]
+        is_one_going = bool(view.notices().keys() & (living.keys() | self._last_world))
+        return is_one_going and not any(workers_that_fit(n.resources, self._config.world) for n in others)
 
     def _refused_to_start(self) -> Stop | None:
         """Waiting for more workers is in vain when the code of each of them raises before it is warm."""

@@ -42,6 +42,7 @@ class PaperCluster:
     def __init__(self, patch: pytest.MonkeyPatch, nodes: dict[str, float]) -> None:
         self.nodes = dict(nodes)
         self.drained: set[str] = set()
+        self.dead: set[str] = set()
         self.deadlines: dict[str, float] = {}  # of the drained; without one it is unknown
         self.held: dict[str, int] = {}
         self.failing: dict[str, int] = {}  # node -> starts that are still to fail
@@ -63,7 +64,7 @@ class PaperCluster:
             nodes={
                 node_id: NodeView(
                     node_id=node_id,
-                    is_alive=True,
+                    is_alive=node_id not in self.dead,
                     resources={"CPU": cpus},
                     drain_deadline_at_s=self.deadlines.get(node_id, 0.0) if node_id in self.drained else None,
                 )

@@ -228,6 +228,24 @@ def test_once_every_node_has_a_notice_and_the_last_save_is_over_nobody_is_waited
     assert len(looks) == 3, "the save was waited for"
 
 
+@pytest.mark.parametrize("was_in_last_world", [True, False])
+def test_only_nodes_of_the_last_world_that_went_with_a_notice_say_that_nobody_comes(
+    monkeypatch: pytest.MonkeyPatch, was_in_last_world: bool
+) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0})
+    scene.train()
+    if not was_in_last_world:
+        scene.cluster.nodes["b"] = 1.0
+        scene.gathering.lose_node("a")
+        assert scene.train() == ["b"]
+    scene.cluster.drained.add("a")
+    scene.cluster.dead |= scene.cluster.nodes.keys()
+    stop = scene.gathering.members(wait_for_more=False, is_save_over=lambda _: True)
+    assert isinstance(stop, Stop)
+    beginning = "every node that could hold a worker" if was_in_last_world else "waited 0 s (world.max_wait_s)"
+    assert stop.reason.startswith(beginning)
+
+
 def test_a_node_without_a_notice_is_waited_for_although_all_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, {"a": 1.0})
     scene.train()
