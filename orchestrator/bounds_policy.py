@@ -6,7 +6,7 @@ step, a save to the store is never asked for because of it.
 
 from __future__ import annotations
 
-from orchestrator.hazard import predicted_write_s, save_cost_s, time_in_words
+from orchestrator.hazard import predicted_write_s, recent_write_s, save_cost_s, time_in_words
 from orchestrator.save_config import SavePolicyConfig
 from orchestrator.save_facts import Opinion, SaveFacts
 
@@ -26,9 +26,12 @@ class BoundsPolicy:
         return "bounds"
 
     def opinion(self, facts: SaveFacts) -> Opinion:
-        """The earlier of the two bounds, but saves do not come more often than one can be written."""
-        write_s = predicted_write_s(facts.saves, first_s=self._policy.deadline.first_save_s)
-        gap_s = max(self._policy.min_interval_s, write_s, save_cost_s(facts.saves) or 0.0)
+        """The earlier of the two bounds, but saves do not come more often than they can be written. One slow save makes
+        the next ones begin earlier, and must not keep them from coming."""
+        first_s = self._policy.deadline.first_save_s
+        write_s = predicted_write_s(facts.saves, first_s=first_s)
+        between_s = recent_write_s(facts.saves, first_s=first_s)
+        gap_s = max(self._policy.min_interval_s, between_s, save_cost_s(facts.saves) or 0.0)
         bounds = [self._longest(facts, gap_s)]
         if self._policy.max_at_risk_s is not None and facts.newest_step > facts.nearest_step:
             bounds.append(self._at_risk(facts, self._policy.max_at_risk_s, write_s, gap_s))

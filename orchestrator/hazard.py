@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from statistics import median, median_low
 
 from orchestrator.save_config import BathtubConfig, HazardConfig
 from orchestrator.save_facts import ClusterFacts, SaveTimes
@@ -17,6 +17,7 @@ __all__ = [
     "bathtub_rate",
     "node_rate",
     "predicted_write_s",
+    "recent_write_s",
     "save_cost_s",
     "time_in_words",
     "usual_write_s",
@@ -83,6 +84,12 @@ def usual_write_s(saves: Sequence[SaveTimes]) -> float | None:
 def predicted_write_s(saves: Sequence[SaveTimes], *, first_s: float) -> float:
     """How long the next save may take until it is durable, on the safe side; ``first_s`` before any was measured."""
     return max((max(0.0, save.write_s) for save in saves[-_LATEST:]), default=first_s)
+
+
+def recent_write_s(saves: Sequence[SaveTimes], *, first_s: float) -> float:
+    """How long saves take by now, without the one that was slow alone; ``first_s`` before any was measured."""
+    latest = saves[-_LATEST:]
+    return max(0.0, median_low(save.write_s for save in latest)) if latest else first_s
 
 
 def time_in_words(seconds: float) -> str:

@@ -71,6 +71,17 @@ def test_saves_do_not_come_more_often_than_they_can_be_written_and_the_limit_is_
     assert "up to 13 min are at risk" in hopeless.why
 
 
+def test_one_slow_save_makes_the_next_begin_at_once_and_two_keep_them_apart() -> None:
+    slow, quick = save_times(write_s=600.0), save_times(write_s=5.0)
+    policy = bounds(min_interval_s=30.0)
+    once = policy.opinion(save_facts(saves=(quick, quick, slow), last_save_at_s=1000.0, nearest_at_s=1000.0))
+    assert once.due_at_s == pytest.approx(1030.0)
+    after = policy.opinion(save_facts(saves=(slow, quick, quick), last_save_at_s=1000.0, nearest_at_s=1000.0))
+    assert after.due_at_s == pytest.approx(1030.0)
+    twice = policy.opinion(save_facts(saves=(quick, slow, slow), last_save_at_s=1000.0, nearest_at_s=1000.0))
+    assert twice.due_at_s == pytest.approx(1600.0)
+
+
 def test_a_write_of_half_the_limit_can_just_be_held() -> None:
     opinion = bounds().opinion(writing(90.0))
     assert opinion.due_at_s == pytest.approx(90.0)
