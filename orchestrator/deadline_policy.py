@@ -29,11 +29,15 @@ _BIND_AHEAD = 2  # an Order lands two steps after the end of the one that is run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveForecast:
-    """From Snapshot to Commit, in seconds. ``bounded_s`` None: that form is not to be had, or is the usual one."""
+    """From Snapshot to Commit, in seconds. ``bounded_s`` None: that form is not to be had, or is the usual one.
+
+    ``ahead_s``: what the saves under way still take, which a rank's Keeper carries to the store before any later one.
+    """
 
     full_s: float
     bounded_s: float | None
     is_measured: bool
+    ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +104,10 @@ def decide_deadline(facts: DeadlineFacts, config: DeadlineConfig) -> KeepOn | Le
         why = f"its deadline is {-facts.left_s:.1f} s past: leaving now, and the save may not be committed"
         return LeaveNow(kind=cheapest, fits=False, why=why)
     boundary_s = (facts.rest_s or 0.0) + _BIND_AHEAD * (facts.step_s or 0.0)
-    words = _figures(facts, boundary_s, config)
-    spare_s = facts.left_s - boundary_s - save.full_s - config.margin_s
+    behind_s = max(0.0, save.ahead_s - boundary_s)
+    words = _figures(facts, boundary_s, behind_s, config)
+    room_s = facts.left_s - boundary_s - behind_s - config.margin_s
+    spare_s = room_s - save.full_s
     if facts.rest_s is not None and spare_s > facts.look_s:
         return KeepOn(for_s=spare_s, why=f"{words}: leaving at the latest in {spare_s:.1f} s")
     if spare_s >= 0:
@@ -110,14 +116,15 @@ def decide_deadline(facts: DeadlineFacts, config: DeadlineConfig) -> KeepOn | Le
     if save.bounded_s is None:
         return LeaveNow(kind=OrderKind.LEAVE, fits=False, why=f"{words}: leaving now, and the save may come too late")
     short = f"{words}, its bounded form {save.bounded_s:.1f} s"
-    fits = facts.left_s - boundary_s - save.bounded_s - config.margin_s >= 0
+    fits = room_s >= save.bounded_s
     end = "leaving now in that form" + ("" if fits else ", and even that may come too late")
     return LeaveNow(kind=OrderKind.LEAVE_BOUNDED, fits=fits, why=f"{short}: {end}")
 
 
-def _figures(facts: DeadlineFacts, boundary_s: float, config: DeadlineConfig) -> str:
+def _figures(facts: DeadlineFacts, boundary_s: float, behind_s: float, config: DeadlineConfig) -> str:
     takes = "takes" if facts.save.is_measured else "is taken to take"
+    behind = f" after {behind_s:.1f} s behind those under way" if behind_s else ""
     return (
-        f"deadline in {facts.left_s:.1f} s, a save {takes} {facts.save.full_s:.1f} s, "
+        f"deadline in {facts.left_s:.1f} s, a save {takes} {facts.save.full_s:.1f} s{behind}, "
         f"the next boundary that an order can meet is {boundary_s:.1f} s away, margin {config.margin_s:g} s"
     )

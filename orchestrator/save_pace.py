@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from orchestrator.deadline_policy import SaveForecast, forecast_save
 from orchestrator.save_config import DeadlineConfig
 from orchestrator.save_facts import SaveTimes
-from orchestrator.signals import Committed, SaveDelayed, Signal, StepFinished
+from orchestrator.signals import Committed, SaveBound, SaveDelayed, SaveFailed, SaveSkipped, Signal, StepFinished
+from workers.contract import OrderKind
 
 __all__ = ["SavePace"]
 
@@ -35,6 +37,7 @@ class SavePace:
         self._world_size = 1
         self._ended_at_s: dict[int, float] = {}
         self._delayed: set[int] = set()
+        self._under_way: set[int] = set()
         self._saves: deque[tuple[int, SaveTimes]] = deque(maxlen=_SAVES)
 
     def begin(self, world_size: int) -> None:
@@ -42,6 +45,7 @@ class SavePace:
         self._world_size = world_size
         self._ended_at_s.clear()
         self._delayed.clear()
+        self._under_way.clear()
 
     def on_signal(self, signal: Signal) -> None:
         match signal:
@@ -51,14 +55,21 @@ class SavePace:
                     del self._ended_at_s[min(self._ended_at_s)]
             case SaveDelayed(step=step):
                 self._delayed.add(step)  # how long the store was away says nothing about the next save
-            case Committed():
+            case SaveBound(bound=bound) if bound.kind is not OrderKind.PART:
+                self._under_way.add(bound.step)
+            case SaveFailed(step=step) | SaveSkipped(step=step):
+                self._under_way.discard(step)
+            case Committed(step=step):
+                self._under_way.discard(step)
                 self._take(signal)
             case _:
                 pass
 
     def forecast(self) -> SaveForecast:
-        """Of a save that the present World makes."""
-        return forecast_save(tuple(self._saves), self._world_size, self._config)
+        """Of a save that the present World makes after those that are under way."""
+        forecast, now = forecast_save(tuple(self._saves), self._world_size, self._config), self._monotonic()
+        spent_s = (now - self._ended_at_s.get(step, now) for step in self._under_way)
+        return replace(forecast, ahead_s=sum(max(0.0, forecast.full_s - one_s) for one_s in spent_s))
 
     def _take(self, commit: Committed) -> None:
         began_s = self._ended_at_s.get(commit.step)

@@ -143,3 +143,16 @@ def test_whoever_is_asked_again_and_again_commits_before_the_deadline(step_s: fl
 
 def _facts(left_s: float, step_s: float, look_s: float) -> DeadlineFacts:
     return DeadlineFacts(left_s=left_s, save=SAVE, step_s=step_s, rest_s=step_s, look_s=look_s)
+
+
+def test_the_last_save_waits_for_those_that_are_under_way() -> None:
+    """What they still take passes while the boundary is waited for, and only the rest of it counts."""
+    facts = replace(FACTS, save=replace(SAVE, ahead_s=1.5))
+    assert decide_deadline(facts, CONFIG) == decide_deadline(FACTS, CONFIG)
+    chosen = decide_deadline(replace(FACTS, save=replace(SAVE, ahead_s=4.8)), CONFIG)
+    assert isinstance(chosen, KeepOn)
+    assert chosen.for_s == pytest.approx(8.0 - 3.0)
+    assert "a save takes 6.2 s after 3.0 s behind those under way, " in chosen.why
+    bounded = decide_deadline(replace(FACTS, left_s=11.0, save=replace(SAVE, ahead_s=4.8)), CONFIG)
+    assert isinstance(bounded, LeaveNow)
+    assert (bounded.kind, bounded.fits) == (OrderKind.LEAVE_BOUNDED, True)

@@ -6,9 +6,9 @@ import pytest
 
 from orchestrator.save_config import DeadlineConfig
 from orchestrator.save_pace import SavePace
-from orchestrator.signals import Committed, SaveDelayed, StepFinished
+from orchestrator.signals import Committed, SaveBound, SaveDelayed, SaveFailed, SaveSkipped, StepFinished
 from storage.keys import Attempt
-from workers.contract import StepReport
+from workers.contract import BoundOrder, OrderKind, StepReport
 
 ATTEMPT = Attempt(number=1, nonce="abcd1234")
 
@@ -20,7 +20,21 @@ class Scene:
         self.pace = SavePace(config, is_usually_bounded=is_usually_bounded, monotonic=lambda: self.now)
         self.pace.begin(2)
 
+    def bind(self, step: int, kind: OrderKind = OrderKind.SNAPSHOT) -> None:
+        self.pace.on_signal(
+            SaveBound(attempt=ATTEMPT, bound=BoundOrder(number=1, kind=kind, step=step), reason="cadence")
+        )
+
     def save(self, step: int, *, write_s: float, upload_s: float = 0.0, delayed: bool = False) -> None:
+        self.finish(step)
+        if delayed:
+            self.pace.on_signal(SaveDelayed(attempt=ATTEMPT, step=step, rank=0, reason="away", failing_for_s=1.0))
+        self.now += write_s
+        self.pace.on_signal(
+            Committed(attempt=ATTEMPT, step=step, stored_bytes=1, stall_s=0.5, upload_s=upload_s, loss=None)
+        )
+
+    def finish(self, step: int) -> None:
         report = StepReport(
             step=step,
             loss=1.0,
@@ -33,12 +47,6 @@ class Scene:
             finished_at_s=9e9,  # another machine's clock
         )
         self.pace.on_signal(StepFinished(attempt=ATTEMPT, report=report))
-        if delayed:
-            self.pace.on_signal(SaveDelayed(attempt=ATTEMPT, step=step, rank=0, reason="away", failing_for_s=1.0))
-        self.now += write_s
-        self.pace.on_signal(
-            Committed(attempt=ATTEMPT, step=step, stored_bytes=1, stall_s=0.5, upload_s=upload_s, loss=None)
-        )
 
 
 def test_the_median_of_the_newest_saves_counts_whatever_other_machines_clocks_say() -> None:
@@ -73,3 +81,29 @@ def test_a_smaller_world_takes_longer() -> None:
 def test_there_is_no_cheaper_form_than_the_bounded_one() -> None:
     assert Scene(is_usually_bounded=True).pace.forecast().bounded_s is None
     assert Scene().pace.forecast().bounded_s is not None
+
+
+def test_saves_under_way_come_first_for_as_long_as_they_still_take() -> None:
+    scene = Scene()
+    scene.save(1, write_s=6.0)
+    assert scene.pace.forecast().ahead_s == 0.0
+    scene.bind(4, OrderKind.PART)
+    assert scene.pace.forecast().ahead_s == 0.0, "it stays in memory"
+    scene.bind(3)
+    assert scene.pace.forecast().ahead_s == 6.0, "its step has not ended"
+    scene.finish(3)
+    scene.now += 2.0
+    assert scene.pace.forecast().ahead_s == 4.0
+    scene.bind(5)
+    assert scene.pace.forecast().ahead_s == 10.0
+    scene.now += 10.0
+    assert scene.pace.forecast().ahead_s == 6.0, "nobody knows how late the first one is"
+    scene.pace.on_signal(SaveFailed(attempt=ATTEMPT, step=3, reason="r"))
+    scene.pace.on_signal(SaveSkipped(attempt=ATTEMPT, step=5))
+    assert scene.pace.forecast().ahead_s == 0.0
+    scene.bind(7)
+    scene.save(7, write_s=6.0)
+    assert scene.pace.forecast().ahead_s == 0.0
+    scene.bind(9)
+    scene.pace.begin(2)
+    assert scene.pace.forecast().ahead_s == 0.0
