@@ -70,8 +70,8 @@ class InstabilityConfig(_Settings):
     variance_scale: float = Field(1e-5, gt=0, description="published formula: variance of one sigmoid unit")
     quantile: float = Field(0.9, gt=0, lt=1, description="corrected formula: the running quantile that is the scale")
     window: int = Field(50, ge=5, description="corrected formula: of how many evaluations the quantile is taken")
-    lag: int = Field(5, ge=0, description="corrected formula: how many evaluations are too new for the quantile")
-    curvature_gain: float = Field(1.0, gt=0, description="corrected formula: sigmoid units of the usual curvature")
+    lag: int = Field(3, ge=0, description="corrected formula: how many evaluations are too new for the quantile")
+    curvature_gain: float = Field(0.8, gt=0, description="corrected formula: sigmoid units of the usual curvature")
     variance_gain: float = Field(1.0, gt=0, description="corrected formula: sigmoid units of the usual variance")
     min_interval_steps: int = Field(10, ge=1, description="steps from one save of this policy to the next")
 

@@ -65,7 +65,7 @@ class TrainingSignals:
     ``window`` and ``lag`` count evaluations: from how many, and from how long ago, the usual is taken.
     """
 
-    def __init__(self, evaluate_every_steps: int, quantile: float, *, window: int = 50, lag: int = 5) -> None:
+    def __init__(self, evaluate_every_steps: int, quantile: float, *, window: int = 50, lag: int = 3) -> None:
         self._every_steps = evaluate_every_steps
         self._usual_curvature = RunningQuantile(quantile, window=window, lag=lag)
         self._usual_variance = RunningQuantile(quantile, window=window, lag=lag)

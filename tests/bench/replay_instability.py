@@ -71,7 +71,7 @@ class Tally:
 
     @property
     def miss_rate(self) -> float:
-        return 1.0 - len(self.delays) / max(1, self.phases)
+        return 1.0 - len(self.delays) / self.phases if self.phases else 0.0
 
     @property
     def density_ratio(self) -> float:
@@ -166,7 +166,7 @@ def tally(replays: Sequence[Replay], *, from_step: int = 0) -> Tally:
         total.false_triggers += len(quiet.intersection(each.asked))
         total.quiet_saves += sum(step - _BIND_AHEAD in quiet for step in each.saves)
         total.spacings += [later - sooner for sooner, later in zip(each.saves, each.saves[1:], strict=False)]
-        if onset is None or end is None:
+        if onset is None or end is None or onset > curve.reports[-1].step:
             continue
         total.phases += 1
         total.unstable_steps += end - onset
