@@ -15,7 +15,9 @@ __all__ = ["PressurePolicy"]
 class PressurePolicy:
     """``PressurePolicy(config)``. Asks once in an episode, and again where it lasts ``repeat_s`` beyond the last save.
 
-    It reads ``training.pressed_since_step``: a save of any policy after that step answers the episode.
+    It reads ``training.pressed_since_step``: a save of any policy after that step answers the episode, unless it came
+    to nothing. The first word of an episode is pressing, since memory that is nearly full waits for no interval;
+    episodes lie evaluations apart, so that this is no more than one save in several of them.
     """
 
     def __init__(self, config: PressureConfig) -> None:
@@ -34,6 +36,9 @@ class PressurePolicy:
             why = f"no rank's memory is nearly full now, but one was since step {training.pressed_since_step}"
             return Opinion(policy=self.name, due_at_s=None, why=why)
         if facts.last_save_step < training.pressed_since_step:
+            return Opinion(policy=self.name, due_at_s=facts.now_s, why=why, is_pressing=True)
+        if not facts.unsettled and facts.durable_step < training.pressed_since_step:
+            why += f"; the save of step {facts.last_save_step} came to nothing"
             return Opinion(policy=self.name, due_at_s=facts.now_s, why=why)
         again_at_s = facts.last_save_at_s + self._config.repeat_s
         return Opinion(policy=self.name, due_at_s=again_at_s, why=f"{why}; saved at step {facts.last_save_step}")
