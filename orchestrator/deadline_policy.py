@@ -14,6 +14,7 @@ from workers.contract import OrderKind
 
 __all__ = [
     "BOUNDED_STORED_SHARE",
+    "STEPS_TO_LEAVE",
     "DeadlineFacts",
     "KeepOn",
     "LeaveNow",
@@ -25,6 +26,8 @@ __all__ = [
 BOUNDED_STORED_SHARE = 0.52 / 0.83
 """Stored size of the bounded form to that of the exact one, by the limits that docs/figures.md holds both to."""
 _BIND_AHEAD = 2  # an Order lands two steps after the end of the one that is running
+STEPS_TO_LEAVE = 1 + _BIND_AHEAD
+"""At most, from an Order until it lands: the one that is running as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from orchestrator.config import RunConfig
-from orchestrator.deadline_policy import DeadlineFacts, KeepOn, SaveForecast, decide_deadline
+from orchestrator.deadline_policy import STEPS_TO_LEAVE, DeadlineFacts, KeepOn, SaveForecast, decide_deadline
 from orchestrator.decisions import Keep, Leave, Stop
 from orchestrator.failure_policy import FaultKind
 from orchestrator.heartbeats import Hang
@@ -113,8 +113,9 @@ class Leaving:
             self._ordered_at = self._monotonic()
 
     def late(self, ended: Collection[str], *, has_stepped: bool) -> tuple[Hang, ...]:
-        """Members that did not leave in time. Before the first step the limits of its phases hold alone."""
-        limit_s = self._config.failure.leaving_s
+        """Members that did not leave in time, which begins at the step that an Order lands on. Before the first step
+        the limits of its phases hold alone."""
+        limit_s = self._config.failure.leaving_s + STEPS_TO_LEAVE * (self._sizing.pace.step_s or 0.0)
         if self.leave is None or not has_stepped or self._monotonic() - self._ordered_at <= limit_s:
             return ()
         late = [member.worker_id for member in self._world.members if member.worker_id not in ended]

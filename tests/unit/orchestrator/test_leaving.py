@@ -154,9 +154,9 @@ def test_before_the_first_step_the_order_is_given_at_once_and_leaving_is_not_tim
     scene.now_s += 100.0
     assert scene.leaving.late({}, has_stepped=False) == (), "it may still be loading"
     scene.leaving.note_first_step()
-    scene.now_s += 29.0
-    assert scene.leaving.late({}, has_stepped=True) == ()
-    scene.now_s += 2.0
+    scene.now_s += 30.0 + 3 * STEP_S
+    assert scene.leaving.late({}, has_stepped=True) == (), "failure.leaving_s, from the step that the Order lands on"
+    scene.now_s += 1.0
     ended = scene.world.members[0].worker_id
     (late,) = scene.leaving.late({ended}, has_stepped=True)
     assert late.worker_id == scene.world.members[1].worker_id
