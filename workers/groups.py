@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from workers.contract import AttemptSpec
 from workers.errors import AttemptAbandoned, FormingFailed
 from workers.mesh import join_group, leave_group, world_mesh
-from workers.wires import Wires
+from workers.wires import StoreWire, Wires
 
 __all__ = ["Groups"]
 
@@ -42,11 +42,13 @@ class Groups:
         self._control: dist.ProcessGroup | None = None
         self._mesh: DeviceMesh | None = None
         self._wires: Wires | None = None
-        self._is_joined = self._is_closed = False
+        self._store_wire: StoreWire | None = None
+        self._is_joined = self._is_formed = self._is_closed = False
 
     def form(self, check: Callable[[], None]) -> None:
         """Join both groups. ``check`` is called while waiting for the other ranks and may raise to give up."""
         spec = self._spec
+        store_wire = StoreWire(spec.store_port)
         store: Store = TCPStore(
             spec.store_host,
             spec.store_port,
@@ -54,12 +56,13 @@ class Groups:
             wait_for_workers=False,
             timeout=timedelta(seconds=min(_CONNECT_S, spec.group_timeout_s)),
         )
+        store_wire.note()
         store = PrefixStore(spec.attempt.label, store)
         self._meet(store, check)
         store.set_timeout(timedelta(seconds=spec.group_timeout_s))
         wires = Wires()
         with self._lock:
-            self._wires = wires
+            self._wires, self._store_wire = wires, store_wire
         # The lock is not held while joining, which can block: a close meanwhile is made good right after.
         join_group(
             store, rank=spec.rank, world_size=spec.world.size, device=self._device, timeout_s=spec.group_timeout_s
@@ -72,6 +75,7 @@ class Groups:
             self._mesh = world_mesh(self._device)
             self._control = dist.new_group(timeout=timedelta(seconds=spec.group_timeout_s))
             wires.note()
+            self._is_formed = True
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -96,11 +100,14 @@ class Groups:
         """
         # Without the lock, which a close that waits holds.
         wires, self._wires = self._wires, None
-        is_joining = not self._is_joined
+        store_wire, self._store_wire = self._store_wire, None
+        is_forming = not self._is_formed
+        if store_wire is not None and is_forming:
+            store_wire.cut()  # a rank that has arrived and then vanished never tells where it listens
         if wires is not None:
-            if is_joining:
+            if is_forming:
                 wires.note()  # whatever is there by now
-            wires.cut()
+            wires.cut(num_ranks=self._spec.world.size if is_forming else 0)
 
     def close(self) -> None:
         """End both groups. Safe to call again and from another thread; errors of a broken group are logged."""
