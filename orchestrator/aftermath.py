@@ -37,6 +37,7 @@ __all__ = ["Aftermath"]
 _log = logging.getLogger(__name__)
 _LAST_WORD_S = 5.0
 _LAST_SAVE_S = 10.0
+_SAVE_FIRST = frozenset({ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.STORAGE_OUTAGE})
 
 
 class Aftermath:
@@ -89,6 +90,14 @@ class Aftermath:
             return True
         last_word_at_s = inf if end.deadline_at_s is None else end.deadline_at_s + AFTER_DEADLINE_S
         return waited_s > AFTER_DEADLINE_S and self._wall_clock() > last_word_at_s
+
+    def stopped_between(self, stop: Stop, end: AttemptEnd | None) -> Stop:
+        """``stop`` came when one World had ended and no other had begun. Where that one left to regroup, the save that
+        it made is given its time, as for a World that leaves for the stop: Keepers that end upload nothing more."""
+        if not isinstance(end, Left) or end.is_parted or stop.exit_code not in _SAVE_FIRST:
+            return stop
+        limit_s = end.save_limit_s(self._config.checkpoint.leave_timeout_s, now_unix_s=self._wall_clock())
+        return self._store.last_try(end.step, limit_s, stop)
 
     def last_word(self, stop: Stop, end: AttemptEnd | None, *, durable_step: int | None, is_unsaved: bool) -> Stop:
         """``stop``, for want of nodes, with what there is for the next driver. ``is_unsaved``: memory holds more."""
@@ -192,7 +201,7 @@ class Aftermath:
             limit = self._config.failure.max_preemptions
             if 0 <= limit < self._counters.preemptions:
                 reason = f"{self._counters.preemptions} preemptions, failure.max_preemptions is {limit}"
-                return Stop(exit_code=ExitCode.PREEMPTED, reason=reason)
+                return self.stopped_between(Stop(exit_code=ExitCode.PREEMPTED, reason=reason), end)
         return Regroup(cause=end.cause, reason=end.reason)
 
     def _after_fault(self, end: Broken, resume_url: str | None) -> Regroup | Stop:

@@ -181,7 +181,7 @@ class Controller:
                 wait_for_more=is_first, is_unsaved=is_unsaved, is_save_over=partial(self._aftermath.is_save_over, end)
             )
             if isinstance(members, Stop):
-                return self._end(members, end, is_unsaved=is_unsaved)
+                return self._end(self._aftermath.stopped_between(members, end), end, is_unsaved=is_unsaved)
             is_first = False
             ended = self._attempt(members, cause, end)
             if isinstance(ended, Stop):
@@ -227,8 +227,9 @@ class Controller:
         if isinstance(restored_step, Stop):
             return restored_step
         is_from_memory = plan is not None and plan.memory is not None
-        self._store.begin_attempt(restored_step, self._chooser.durable_step if is_from_memory else None)
-        self._coordinator.begin_attempt(attempt, world.size, restored_step)
+        durable_step = self._chooser.durable_step if is_from_memory else None
+        self._store.begin_attempt(restored_step, durable_step)
+        self._coordinator.begin_attempt(attempt, world.size, restored_step, durable_step)
         self._cluster_news.begin((member.node_id for member in world.members), self._state_bytes(world))
         if is_from_memory and cause == FaultKind.PREEMPTION.value:
             self._coordinator.submit_snapshot("after a preemption notice: what was in memory alone is to be durable")

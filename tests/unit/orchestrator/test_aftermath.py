@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.aftermath import Aftermath
 from orchestrator.attempt_run import Finished, Left
-from orchestrator.config import RunConfig, RunSettings
+from orchestrator.config import FailureConfig, RunConfig, RunSettings
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
 from orchestrator.failure_history import FailureHistory
@@ -29,7 +29,7 @@ BELOW = Stop(exit_code=ExitCode.BELOW_MINIMUM, reason="nobody is there")
 class Scene:
     """The parts around the aftermath on paper; ``missing``: ranks that owe their part of a save, by step."""
 
-    def __init__(self) -> None:
+    def __init__(self, **failure: Any) -> None:
         self.missing: dict[int, tuple[int, ...]] = {}
         self.committed: set[int] = set()
         self.living_nodes = {"a", "b"}
@@ -47,6 +47,7 @@ class Scene:
                 run=RunSettings(name="r", url="memory://r", steps=STEPS),
                 model=ModelConfig(),
                 data=DataConfig(url="memory://d", sequence_length=8, global_batch=8),
+                failure=FailureConfig(**failure),
             ),
             group=SimpleNamespace(views=lambda _: (), remove_worker=lambda _: None),  # type: ignore[arg-type]
             gathering=self,  # type: ignore[arg-type]
@@ -56,7 +57,7 @@ class Scene:
             history=FailureHistory(),
             wall_clock=lambda: self.now_unix_s,
             store=SimpleNamespace(  # type: ignore[arg-type]
-                wait_settled=self._await, take_signals=lambda: None, call=lambda _, ask: ask()
+                wait_settled=self._await, take_signals=lambda: None, call=lambda _, ask: ask(), last_try=self._last_try
             ),
         )
 
@@ -72,6 +73,9 @@ class Scene:
         for self.looks in range(1, 4):
             if step not in self.missing or is_in_vain():
                 return
+
+    def _last_try(self, step: int, limit_s: float, stop: Stop) -> Stop:
+        return replace(stop, reason=f"{stop.reason}; step {step} was given {limit_s:g} s")
 
     # -- coordinator and gathering
 
@@ -181,3 +185,33 @@ def test_who_ends_for_want_of_nodes_says_what_there_is_to_go_on_from(
 def test_other_ends_have_their_own_words() -> None:
     stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
     assert Scene().aftermath.last_word(stop, LEFT, durable_step=1, is_unsaved=True) == stop
+
+
+@pytest.mark.parametrize(("deadline_at_s", "limit_s"), [(None, 60), (1007.0, 10)])
+def test_a_persons_stop_between_two_worlds_waits_for_the_save_of_the_one_that_left(
+    deadline_at_s: float | None, limit_s: float
+) -> None:
+    scene, stop = Scene(), Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
+    left = replace(LEFT, deadline_at_s=deadline_at_s)
+    assert scene.aftermath.stopped_between(stop, left).reason == f"stopped on request; step 60 was given {limit_s} s"
+
+
+@pytest.mark.parametrize("end", [None, FINISHED, replace(LEFT, is_parted=True)])
+def test_a_stop_between_two_worlds_waits_for_nothing_where_no_save_was_made_on_leaving(
+    end: Finished | Left | None,
+) -> None:
+    stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
+    assert Scene().aftermath.stopped_between(stop, end) == stop
+
+
+def test_who_was_taken_over_or_has_waited_already_waits_no_more() -> None:
+    for code in (ExitCode.REFUSED, ExitCode.BELOW_MINIMUM):
+        stop = Stop(exit_code=code, reason="r")
+        assert Scene().aftermath.stopped_between(stop, LEFT) == stop
+
+
+def test_the_save_of_the_preemption_that_is_one_too_many_is_waited_for() -> None:
+    stop = Scene(max_preemptions=0).aftermath.after(LEFT, None)
+    assert isinstance(stop, Stop)
+    assert stop.exit_code is ExitCode.PREEMPTED
+    assert stop.reason == "1 preemptions, failure.max_preemptions is 0; step 60 was given 60 s"
