@@ -86,8 +86,13 @@ class Coordinator:
 
     # -- the controller's calls -------------------------------------------------------------------------------------
 
-    def begin_attempt(self, attempt: Attempt, *, world_size: int, base_step: int) -> None:
-        """Fence off every older Attempt: its Orders, reports and Receipts are refused from here on."""
+    def begin_attempt(
+        self, attempt: Attempt, *, world_size: int, base_step: int, durable_step: int | None = None
+    ) -> None:
+        """Fence off every older Attempt: its Orders, reports and Receipts are refused from here on.
+
+        ``durable_step``: of the newest Commit, where ``base_step`` is in memory alone and that is known.
+        """
         with self._lock:
             if self._attempt is not None and attempt.number <= self._attempt.number:
                 raise CommitRefused(f"attempt {attempt.label} does not rise above {self._attempt.label}")
@@ -95,7 +100,7 @@ class Coordinator:
             self._base_step = base_step
             self._orders.begin(attempt)
             self._steps.begin(base_step)
-            self._desk.begin_attempt(base_step, self._monotonic())
+            self._desk.begin_attempt(base_step, self._monotonic(), durable_step)
             self._pending.begin(world_size)
             self._executor.submit(self._sweep_dead, attempt)
             self._slow.forget_all()

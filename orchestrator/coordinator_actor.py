@@ -95,8 +95,8 @@ class CoordinatorShell:
         """The driver this coordinator belongs to, in words."""
         return self._owner
 
-    def begin_attempt(self, attempt: Attempt, world_size: int, base_step: int) -> None:
-        self._coordinator.begin_attempt(attempt, world_size=world_size, base_step=base_step)
+    def begin_attempt(self, attempt: Attempt, world_size: int, base_step: int, durable_step: int | None = None) -> None:
+        self._coordinator.begin_attempt(attempt, world_size=world_size, base_step=base_step, durable_step=durable_step)
 
     def tell_cluster(self, facts: ClusterFacts) -> None:
         self._coordinator.tell_cluster(facts)

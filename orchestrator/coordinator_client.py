@@ -24,8 +24,8 @@ class CoordinatorClient:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
-    def begin_attempt(self, attempt: Attempt, world_size: int, base_step: int) -> None:
-        ray.get(self.actor.begin_attempt.remote(attempt, world_size, base_step), timeout=_CALL_S)
+    def begin_attempt(self, attempt: Attempt, world_size: int, base_step: int, durable_step: int | None = None) -> None:
+        ray.get(self.actor.begin_attempt.remote(attempt, world_size, base_step, durable_step), timeout=_CALL_S)
 
     def tell_cluster(self, facts: ClusterFacts) -> None:
         ray.get(self.actor.tell_cluster.remote(facts), timeout=_CALL_S)

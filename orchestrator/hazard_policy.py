@@ -47,8 +47,15 @@ class HazardPolicy:
         if not facts.unsettled:
             soonest_at_s = facts.last_save_at_s + interval.floor_s
             due_at_s = min(due_at_s, max(facts.durable_at_s + interval.seconds, soonest_at_s))
-        since = time_in_words(max(0.0, facts.now_s - facts.durable_at_s))
-        return Opinion(policy=self.name, due_at_s=due_at_s, why=f"{since} since commit, {interval.why}")
+        return Opinion(policy=self.name, due_at_s=due_at_s, why=f"{_since_commit(facts)}, {interval.why}")
+
+
+def _since_commit(facts: SaveFacts) -> str:
+    since_s = facts.now_s - facts.durable_at_s
+    if math.isinf(since_s):
+        return f"no commit since step {facts.durable_step}" if facts.durable_step else "no commit yet"
+    since = time_in_words(max(0.0, since_s))
+    return f"{since} since commit" if facts.durable_step else f"{since} without a commit"
 
 
 def save_interval(facts: SaveFacts, policy: SavePolicyConfig) -> Interval:
@@ -83,7 +90,9 @@ def _unlearned(facts: SaveFacts, policy: SavePolicyConfig, cost_s: float | None)
 def _first_interval_s(facts: SaveFacts, policy: SavePolicyConfig) -> float:
     if policy.hazard.first_interval_s is not None:
         return policy.hazard.first_interval_s
-    is_large = (facts.cluster.state_bytes or 0) > _LARGE_STATE_BYTES
+    # What a model of the user's own stores is known by its first save alone.
+    state_bytes = max(facts.cluster.state_bytes or 0, facts.saves[-1].raw_bytes if facts.saves else 0)
+    is_large = state_bytes > _LARGE_STATE_BYTES
     return _FIRST_LARGE_S if is_large else _FIRST_S
 
 

@@ -6,6 +6,7 @@ does. It decides nothing itself: the policies have the opinions, `weighing` the 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,10 +105,16 @@ class SaveDesk:
         self.weighed: Weighed | None = None
         """The newest of all that was weighed."""
 
-    def begin_attempt(self, base_step: int, now_s: float) -> None:
-        """Forget what lies beyond ``base_step``. An Attempt that goes on from memory keeps the Commit before it."""
+    def begin_attempt(self, base_step: int, now_s: float, durable_step: int | None = None) -> None:
+        """Forget what lies beyond ``base_step``. An Attempt that goes on from memory keeps the Commit before it.
+
+        ``durable_step``: of the newest Commit, where the Attempt goes on from memory and that is known. An older driver
+        wrote it where this one has begun no Attempt yet: how long ago, nobody knows.
+        """
         self._began = _Mark(step=base_step, at_s=now_s)
-        if not self._has_begun or self._durable.step >= base_step:
+        if not self._has_begun and durable_step is not None and durable_step < base_step:
+            self._durable = _Mark(step=durable_step, at_s=-math.inf)
+        elif not self._has_begun or self._durable.step >= base_step:
             self._durable = self._began
         self._has_begun = True
         self._nearest = self._last_save = self._began

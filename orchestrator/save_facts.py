@@ -95,7 +95,8 @@ class SaveFacts:
     """Everything a policy may look at. ``durable_*``: the newest committed step, or where the Attempt began;
     ``nearest_*``: the newest step that survives the loss of one failure domain, in memory or in the store.
 
-    ``*_at_s``: when that step was finished. ``last_save_*``: the newest save that was bound, or where the Attempt
+    ``*_at_s``: when that step was finished; minus infinity for a Commit of an earlier driver that is older than the
+    memory that the Attempt began with. ``last_save_*``: the newest save that was bound, or where the Attempt
     began. ``step_s`` None: no step was finished yet. ``saves``: of this driver, newest last. ``best_step``: of the best
     evaluation so far; ``saved_best_step`` the newest such step that a save has covered.
     """

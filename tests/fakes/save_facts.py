@@ -10,7 +10,7 @@ __all__ = ["cluster", "save_facts", "save_times"]
 
 
 def save_times(
-    *, stall_s: float = 0.0, slowdown_s: float | None = None, write_s: float = 0.0, step: int = 1
+    *, stall_s: float = 0.0, slowdown_s: float | None = None, write_s: float = 0.0, step: int = 1, raw_bytes: int = 1
 ) -> SaveTimes:
     return SaveTimes(
         step=step,
@@ -20,7 +20,7 @@ def save_times(
         commit_s=0.0,
         write_s=write_s,
         stored_bytes=1,
-        raw_bytes=1,
+        raw_bytes=raw_bytes,
         slowdown_s=slowdown_s,
     )
 

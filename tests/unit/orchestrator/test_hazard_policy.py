@@ -82,6 +82,8 @@ def test_the_first_interval_is_longer_for_large_states_and_can_be_set() -> None:
     large = save_facts(cluster=cluster(state_bytes=100_000_000_001))
     edge = save_facts(cluster=cluster(state_bytes=100_000_000_000))
     assert save_interval(large, policy()).seconds == 45 * 60.0
+    measured = save_facts(saves=(save_times(raw_bytes=100_000_000_001),))
+    assert save_interval(measured, policy()).seconds == 45 * 60.0
     assert save_interval(edge, policy()).seconds == 12 * 60.0
     assert save_interval(large, policy(first=100.0)).seconds == 100.0
     assert save_interval(large, policy(first=100.0, max_interval_s=80.0)).seconds == 80.0
@@ -97,8 +99,23 @@ def test_a_bathtub_speaks_before_anything_broke_where_ages_are_known() -> None:
 
 
 def test_why_tells_the_figures() -> None:
-    facts = seen(3.1, now_s=12 * 60.0)
+    facts = seen(3.1, now_s=12 * 60.0, durable_step=5)
     assert HazardPolicy(policy(41 * 60.0)).opinion(facts).why == "12 min since commit, MTBF 41 min, cost 3.1 s"
+
+
+@pytest.mark.parametrize(
+    ("durable", "words"),
+    [
+        ({"durable_step": 0, "durable_at_s": 0.0}, "12 min without a commit"),
+        ({"durable_step": 0, "durable_at_s": -math.inf}, "no commit yet"),
+        ({"durable_step": 4, "durable_at_s": -math.inf}, "no commit since step 4"),
+    ],
+)
+def test_why_speaks_of_no_commit_that_is_not_there(durable: dict[str, Any], words: str) -> None:
+    opinion = HazardPolicy(policy()).opinion(seen(now_s=12 * 60.0, **durable))
+    assert opinion.why.startswith(f"{words}, MTBF ")
+    assert opinion.due_at_s is not None
+    assert math.isfinite(opinion.due_at_s)
 
 
 def test_due_is_one_interval_after_the_beginning_of_the_attempt_or_the_last_save() -> None:

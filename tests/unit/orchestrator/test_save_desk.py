@@ -164,6 +164,23 @@ def test_an_attempt_forgets_what_lies_beyond_its_base_step_and_keeps_the_rest() 
     assert one.facts(200.0).durable_step == 10, "it goes on from memory: no newer Commit came of it"
 
 
+def test_a_new_driver_that_goes_on_from_memory_knows_that_its_base_is_not_durable() -> None:
+    settings = SavePolicyConfig()
+    one = SaveDesk(settings, CheckpointConfig(), total_steps=10_000)
+    one.begin_attempt(60, 0.0, durable_step=40)
+    assert (one.facts(0.0).durable_step, one.facts(0.0).nearest_step) == (40, 60)
+    one.take_steps([report(61)], 1.0)
+    assert one.consult(29.0) is None
+    wish = one.consult(30.0)
+    assert wish is not None, "what memory carried over does not wait for a whole interval"
+    assert wish.reason.startswith("hazard: no commit since step 40, ")
+    one.begin_attempt(61, 100.0, durable_step=40)
+    assert one.facts(100.0).durable_step == 40
+    other = SaveDesk(settings, CheckpointConfig(), total_steps=10_000)
+    other.begin_attempt(60, 0.0)
+    assert other.facts(0.0).durable_step == 60
+
+
 def test_every_wish_is_told_and_else_one_weighing_in_ten_steps_and_moves_of_the_threshold() -> None:
     one = desk(Says("instability", None))
     for step in range(1, 31):
