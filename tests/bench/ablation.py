@@ -21,7 +21,7 @@ from tests.bench.ablation_figures import Figures, figures_of
 from tests.bench.unstable_runs import Course, course_of, make_unstable_run, run_course, write_text
 from tests.clusters import ray_nodes
 
-__all__ = ["CONTESTANTS", "Contestant", "added"]
+__all__ = ["CONTESTANTS", "Contestant", "added", "table", "write_json"]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, WINDOW, NUM_FAULTS, LEAST_STEP_S = 300, (200, 250), 3, 0.1
@@ -111,7 +111,8 @@ def table(told: Mapping[str, Sequence[Figures]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _write(path: Path, told: Mapping[str, Sequence[Figures]], courses: Sequence[Course]) -> None:
+def write_json(path: Path, told: Mapping[str, Sequence[Figures]], courses: Sequence[Course]) -> None:
+    """What notebooks/when_to_save.ipynb reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = {
         "scaled": SCALED,
@@ -144,7 +145,7 @@ def main() -> int:
                 folder = Path(scratch) / f"{number}-{course.seed}"
                 told[each.name].append(one_run(folder, data_url, each, course, nodes.address))
                 print(f"  {each.name}: {told[each.name][-1]}", flush=True)
-                _write(options.out, told, courses)
+                write_json(options.out, told, courses)
     print(table(told))
     return 0
 

@@ -52,7 +52,7 @@ class Course:
     steps: int
     windows: tuple[tuple[int, int], ...]
     lost_at: tuple[int, ...] = ()
-    factor: float = 30.0
+    factor: float = 100.0
     least_step_s: float = 0.0
 
     def is_unstable(self, step: int) -> bool:
