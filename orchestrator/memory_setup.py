@@ -127,10 +127,11 @@ class MemorySetup:
         """How a World that regroups at once is to end: PART where what each member keeps in memory can be expected to
         be there for the next."""
         nodes = {member.node_id for member in members}
+        going = nodes & set(draining)
         has_worked = self._recorder.safe_step_this_attempt >= 0
         if self._choice.mode == "off" or not has_worked or not nodes <= set(self._crew.handles()):
             return OrderKind.LEAVE
-        if self._choice.mode == "own-only" and nodes & set(draining):
+        if going and (self._choice.mode == "own-only" or going & self._crew.memory_errors().keys()):
             return OrderKind.LEAVE  # what the node keeps goes with it
         return OrderKind.PART
 

@@ -174,6 +174,18 @@ def test_without_replicas_a_node_that_goes_away_takes_its_snapshots_along() -> N
     assert bench.setup.leave_kind(bench.members, {"b"}) is OrderKind.LEAVE
 
 
+def test_a_world_does_not_part_from_a_node_whose_newest_snapshot_has_no_replica() -> None:
+    bench = Bench()
+    bench.arrange()
+    bench.finish_step(safe_step=4)
+    bench.crew.errors = {"b": "step 5: the peer was lost"}
+    assert bench.setup.leave_kind(bench.members, {"b"}) is OrderKind.LEAVE
+    assert bench.setup.leave_kind(bench.members, {"a"}) is OrderKind.PART, "what b keeps stays"
+    assert bench.setup.leave_kind(bench.members, set()) is OrderKind.PART
+    bench.crew.errors = {}
+    assert bench.setup.leave_kind(bench.members, {"b"}) is OrderKind.PART
+
+
 def test_what_keeps_a_keeper_from_replicating_is_said_once_it_lasts_and_once_for_each_change() -> None:
     bench = Bench()
 
