@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from orchestrator.requests import ReplyState, Request
 from orchestrator.signals import Committed, SaveBound, SaveFailed, SaveSkipped, Signal, StepFinished
 from storage.keys import Attempt
+from workers.contract import OrderKind
 
 __all__ = ["Desk", "RequestWork", "Size"]
 
@@ -125,9 +126,10 @@ class RequestWork:
             case StepFinished(attempt=attempt):
                 self._note_attempt(attempt)
                 self._note_size(signal.report.step)
-            case SaveBound(bound=bound):
+            case SaveBound(bound=bound) if bound.kind is not OrderKind.PART:
                 for save in self._saves:
-                    if save.number == bound.number:
+                    # A policy's Order, or a Leave, may have taken the place of one that was not bound yet.
+                    if save.number is not None and save.bound_step is None and save.number <= bound.number:
                         save.bound_step = bound.step
                         self._desk.answer(save.nonce, "accepted", "being saved", bound.step)
             case Committed(step=step):

@@ -217,6 +217,20 @@ def test_a_save_that_fails_or_is_left_out_is_refused_with_the_reason() -> None:
     assert "left out" in scene.last(B)[1]
 
 
+def test_an_order_that_took_the_place_of_the_one_asked_for_is_followed_in_its_stead() -> None:
+    scene = Scene()
+    scene.ask(A, "save")
+    scene.bound(0, 11)
+    assert scene.last(A) == ("accepted", "the next steps are saved", None), "the cadence is nobody's order"
+    scene.bound(2, 13)
+    assert scene.last(A) == ("accepted", "being saved", 13)
+    scene.bound(3, 14)
+    scene.work.on_signal(SaveFailed(attempt=FIRST, step=13, reason="disk full"))
+    assert scene.last(A) == ("refused", "the save of step 13 failed: disk full", 13)
+    scene.ask(B, "save")
+    assert scene.orders == 2, "nothing is on its way"
+
+
 def test_at_the_last_step_the_final_save_is_what_was_asked_for() -> None:
     scene = Scene()
     scene.newest_step = TOTAL
