@@ -142,6 +142,8 @@ def _risk_rows(risk: AtRisk | None) -> list[tuple[str, str]]:
     everything = _cost(risk.steps_if_all_is_lost, risk.s_if_all_is_lost)
     if risk.memory_step is None:
         return [("at a fault", f"{everything} lost: {newest}")]
+    if risk.memory_step <= (risk.durable_step or 0):
+        return [("at a fault", f"{everything} lost: {newest}, and memory held nothing newer")]
     one = _cost(risk.steps_if_one_is_lost, risk.s_if_one_is_lost)
     return [
         ("at a fault", f"of one node {one} lost: memory held step {risk.memory_step}"),

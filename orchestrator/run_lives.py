@@ -22,7 +22,7 @@ class MadeStep:
 
 @dataclass(slots=True, kw_only=True)
 class Life:
-    """One Attempt; tables are by step. ``end`` says how it ended, "" while it goes on."""
+    """One Attempt; tables are by step. ``end`` says how it ended, "" while it goes on; ``fault`` what broke it."""
 
     number: int
     cause: str
@@ -31,6 +31,7 @@ class Life:
     began_s: float
     last_step: int
     end: str = ""
+    fault: str = ""
     is_over: bool = False
     steps: dict[int, MadeStep] = field(default_factory=dict)
     bound: dict[int, Event] = field(default_factory=dict)
@@ -66,9 +67,13 @@ class Life:
                 self.note(step, f"slow, {took}: {text_of(event, 'cause')}")
             case "save_delayed":
                 self.note(step, f"the store failed it, and it was tried again: {text_of(event, 'reason')}")
+            case "fault":
+                self.fault = text_of(event, "cause")
             case "attempt_ended":
                 self.last_step = max(self.last_step, int_of(event, "last_step"))
                 self.end, self.is_over = text_of(event, "reason"), True
+                if self.end and self.fault:
+                    self.end += f" ({self.fault})"
 
     def note(self, step: int, text: str) -> None:
         notes = self.notes.setdefault(step, [])

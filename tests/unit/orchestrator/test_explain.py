@@ -135,6 +135,13 @@ def test_a_step_without_a_save_says_who_would_have_asked_and_what_a_fault_would_
     ]
 
 
+def test_memory_that_is_behind_the_newest_commit_saves_nothing() -> None:
+    events = [*run_log()[:2], *steps(1, 1, 10, 0.0, safe=1), committed(1, 10, 21.0), *steps(1, 11, 20, 30.0, safe=15)]
+    assert told(20, events)[-1] == (
+        "  at a fault   10 steps (20.0 s) lost: step 10 was committed, and memory held nothing newer"
+    )
+
+
 def test_a_step_on_the_way_to_a_save_names_the_save_that_was_ordered_already() -> None:
     assert told(11)[-3:] == [
         "  ordered then hazard: 12 min since commit, MTBF 41 min, cost 3.1 s; it bound step 12",
@@ -149,7 +156,7 @@ def test_a_step_that_was_made_again_is_told_of_each_attempt() -> None:
     assert lines[2:7] == [
         "Attempt 1 (start), steps 1 to 36: a save was taken, and cut off before its commit",
         "  ordered      cadence",
-        "  cut off      the attempt ended: broken",
+        "  cut off      the attempt ended: broken (node-lost)",
         "  note         slow, 31.0 s, usual are 3.1 s: the upload",
         "  weighed      at step 30",
     ]
@@ -196,7 +203,7 @@ def test_an_order_whose_step_was_never_reached_is_not_called_a_save() -> None:
     ]
     lines = told(34, events)
     assert lines[2] == "Attempt 1 (start), steps 1 to 33: a save was ordered, and the attempt ended before the step"
-    assert "  never taken  the attempt ended: broken" in lines
+    assert "  never taken  the attempt ended: broken (node-lost)" in lines
     assert "  covered by   no commit: attempt 2 went on from step 30 and is to make it" in lines
 
 
