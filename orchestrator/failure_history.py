@@ -44,7 +44,7 @@ def totals_from(entries: Sequence[JournalEntry], *, trained_until_s: float | Non
     kept: dict[str, Any] = carrier.fields[FIELD] if carrier is not None else {}
     faults, exposure_node_s = int(kept.get("faults", 0)), float(kept.get("exposure_node_s", 0.0))
     cut_off = _cut_off(entries)
-    if cut_off is not None:
+    if cut_off is not None and faults <= _faults_of(cut_off):  # else a driver that wrote no Attempt has counted it
         faults += 1
         since_s = _unix_s((carrier or cut_off).time_utc)
         num_nodes = len({node_id for _, node_id in cut_off.fields.get("world", ())})
@@ -56,6 +56,11 @@ def totals_from(entries: Sequence[JournalEntry], *, trained_until_s: float | Non
         exposure_node_s=exposure_node_s,
         seen_at_s={str(node_id): float(at_s) for node_id, at_s in kept.get("nodes", {}).items()},
     )
+
+
+def _faults_of(entry: JournalEntry) -> int:
+    kept = entry.fields.get(FIELD)
+    return int(kept.get("faults", 0)) if isinstance(kept, dict) else 0
 
 
 def _cut_off(entries: Iterable[JournalEntry]) -> JournalEntry | None:

@@ -130,6 +130,19 @@ def test_a_size_that_was_written_meanwhile_does_not_count_the_time_before_it_aga
     assert totals.exposure_node_s == pytest.approx(800.0)
 
 
+def test_a_killed_driver_is_counted_once_whatever_the_next_one_wrote_before_it_died_without_a_world() -> None:
+    clock = Clock()
+    first = history_of(clock)
+    attempt = attempt_entry(clock, first, "a", "b")
+    trained_until_s = BEGAN_UNIX_S + 400.0
+    clock.now_s = 1000.0
+    second = history_of(clock, totals_from([attempt], trained_until_s=trained_until_s))
+    scale = entry("scale", clock, **{FIELD: second.as_entry()})
+    totals = totals_from([attempt, scale], trained_until_s=trained_until_s)
+    assert totals.faults == 1
+    assert totals.exposure_node_s == pytest.approx(800.0)
+
+
 def test_a_killed_driver_that_trained_nothing_adds_no_exposure() -> None:
     clock = Clock()
     clock.now_s = 1000.0
