@@ -269,6 +269,7 @@ class Session:
         if saver is not None:
             saver.close()
         self._state = self._in_flight = None
+        self._yielding.close()
         if stream is not None:
             stream.close()
 

@@ -68,6 +68,10 @@ class Yielding:
             self._step, self._is_known = step, now.read()
         return self._is_known
 
+    def close(self) -> None:
+        """Let go of the sum that nobody has read: it holds its group, and so the connections that others wait on."""
+        self._asked = None
+
     def say_cut_short(self, step: int) -> None:
         _log.info("the evaluation of step %d was cut short and does not count: an Order ends this Attempt", step)
 
