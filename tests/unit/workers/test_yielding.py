@@ -28,7 +28,7 @@ class _Bench:
         self.yielding = Yielding(
             torch.device("cpu"),
             start_sum=self._start,  # type: ignore[arg-type]
-            desk=lambda: self.desk,  # type: ignore[return-value]
+            desk=lambda: self.desk,  # type: ignore[arg-type,return-value]
         )
 
     def _start(self, word: torch.Tensor) -> _Work:
