@@ -68,12 +68,14 @@ def judge(pulses: Mapping[str, Pulse], config: FailureConfig) -> tuple[Hang, ...
     if silent:
         return tuple(silent)
     stuck: list[tuple[float, Hang]] = []
-    are_held_up = any(p.beat is not None and _holds_others_up(p.beat, config) for p in pulses.values())
+    beats = [pulse.beat for pulse in pulses.values() if pulse.beat is not None]
     for worker, pulse in pulses.items():
-        if pulse.beat is None or (are_held_up and pulse.beat.phase in _IN_A_STEP):
+        if pulse.beat is None:
             continue
         limit = limit_of(pulse.beat.phase, config)
         if limit is not None and pulse.beat.age_s > limit:
+            if pulse.beat.phase in _IN_A_STEP and any(_holds_up(beat, limit, config) for beat in beats):
+                continue
             reason = f"{pulse.beat.phase.value}_timeout"
             detail = f"{reason}: no progress for {pulse.beat.age_s:.1f} s at step {pulse.beat.step}, limit {limit:g} s"
             stuck.append((pulse.beat.age_s, Hang(worker_id=worker, detail=detail)))
@@ -82,10 +84,13 @@ def judge(pulses: Mapping[str, Pulse], config: FailureConfig) -> tuple[Hang, ...
     return (max(stuck, key=lambda item: item[0])[1],)
 
 
-def _holds_others_up(beat: Heartbeat, config: FailureConfig) -> bool:
-    """Whether those in a step may only be waiting for this member: it is at something that takes longer than a step,
-    or in the step too and within its limit, as just after such a thing, when the others' heartbeats are still old."""
+def _holds_up(beat: Heartbeat, limit_s: float, config: FailureConfig) -> bool:
+    """Whether a member in a step, past its limit of ``limit_s``, may only be waiting for this one: that is at something
+    which takes longer than a step, or in the step too and within its limit, as just after such a thing, when the
+    others' heartbeats are still old. An evaluation is begun and ended by all: who is not in it holds it up himself."""
     if beat.phase in _HOLDS_OTHERS_UP:
         return True
     limit = limit_of(beat.phase, config)
-    return beat.phase in _IN_A_STEP and limit is not None and beat.age_s <= limit
+    if beat.phase not in _IN_A_STEP or limit is None:
+        return False
+    return beat.age_s <= (min(limit, limit_s) if beat.phase is Phase.EVALUATING else limit)

@@ -61,3 +61,17 @@ def test_who_waited_for_a_long_save_does_not_hang_because_its_heartbeat_is_older
     waited = {"a": pulse("a", Phase.TRAINING, 45.0)}
     assert judge(waited | {"b": pulse("b", Phase.TRAINING, 0.1)}, CONFIG) == ()
     assert [one.worker_id for one in judge(waited | {"b": pulse("b", Phase.TRAINING, 20.1)}, CONFIG)] == ["a"]
+
+
+def test_those_that_have_begun_an_evaluation_excuse_nobody_who_does_not_come() -> None:
+    late = {"a": pulse("a", Phase.TRAINING, 24.0)}
+    (hang,) = judge(late | {"b": pulse("b", Phase.EVALUATING, 21.0)}, CONFIG)
+    assert hang.worker_id == "a"
+    assert judge(late | {"b": pulse("b", Phase.EVALUATING, 19.0)}, CONFIG) == ()
+
+
+def test_the_first_step_of_one_holds_up_the_second_of_another_for_as_long_as_it_may_take() -> None:
+    ahead = {"a": pulse("a", Phase.TRAINING, 400.0)}
+    assert judge(ahead | {"b": pulse("b", Phase.COMPILING, 500.0)}, CONFIG) == ()
+    (hang,) = judge(ahead | {"b": pulse("b", Phase.COMPILING, 601.0)}, CONFIG)
+    assert hang.worker_id == "b"
