@@ -229,8 +229,8 @@ def event_line(event: Event) -> str | None:
         case "threshold_moved":
             moved = f"{_short(event, 'old')} -> {_short(event, 'new')}"
             return f"the threshold of instability moved, {moved}: {event.get('why')}"
-        case "save_share":
-            return _share_line(event)
+        case "save_share" if event.get("why"):
+            return f"a save is large for this machine's memory: {event['why']}"
         case "save_slow":
             usual = f"{_whole(event, 'seconds')} s, usual are {_whole(event, 'usual_s')} s"
             return f"save of step {event.get('step')} is slow ({usual}): {event.get('cause')}"
@@ -349,12 +349,6 @@ def _order_line(event: Event) -> str:
             return f"leaving at step {step}, which memory holds: {reason}"
         case _:
             return f"save at step {step}: {reason}"
-
-
-def _share_line(event: Event) -> str:
-    share, reason = event.get("share"), event.get("why") or event.get("reason")
-    of_it = f"{share:.0%}" if isinstance(share, int | float) else "much"
-    return f"one save takes {of_it} of the device memory in use{f': {reason}' if reason else ''}"
 
 
 def _restored_from(event: Event) -> str:

@@ -169,4 +169,5 @@ def test_a_moved_threshold_and_a_large_save_are_one_line_each() -> None:
     line = "the threshold of instability moved, 0.65 -> 0.691: the newest save stored 1.2 GB"
     assert event_line(moved) == line
     large: Event = {"event": "save_share", "share": 0.21, "why": "the moments are kept in fp32"}
-    assert event_line(large) == "one save takes 21% of the device memory in use: the moments are kept in fp32"
+    assert event_line(large) == "a save is large for this machine's memory: the moments are kept in fp32"
+    assert event_line({"event": "save_share", "share": 0.1, "why": None}) is None
