@@ -80,7 +80,7 @@ def one_run(folder: Path, data_url: str, contestant: Contestant, course: Course,
 
 
 HEADINGS = (
-    *("contestant", "runs", "steps lost", "s lost", "saves", "MB", "cost %", "in window", "quiet"),
+    *("contestant", "runs", "steps lost", "s lost", "at risk", "saves", "MB", "cost %", "in window", "quiet"),
     *("x denser", "false", "missed", "spacing"),
 )
 
@@ -92,6 +92,7 @@ def _row(name: str, num_runs: int, figures: Figures) -> tuple[str, ...]:
         str(num_runs),
         str(figures.lost_steps),
         f"{figures.lost_s:.1f}",
+        f"{figures.mean_at_risk_steps:.1f}",
         str(figures.saves),
         f"{figures.stored_bytes / 1e6:.1f}",
         f"{100 * figures.cost_share:.2f}",

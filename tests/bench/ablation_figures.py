@@ -22,7 +22,8 @@ class Figures:
     """Of one run, or summed over several (the shares then anew). Steps that were run again count each time.
 
     ``trained_s``: of all steps; ``slowdown_s``: of the steps beside a save, against the median of the others; may be
-    below 0. ``unstable_saves`` and ``quiet_saves``: saves of every policy, by the step they were asked for; the rest
+    below 0. ``at_risk_steps``: over all steps, how many a fault would have taken when that step was finished.
+    ``unstable_saves`` and ``quiet_saves``: saves of every policy, by the step they were asked for; the rest
     fell into the steps just after a window. ``false_triggers``: instability saves asked for in quiet steps.
     """
 
@@ -35,6 +36,8 @@ class Figures:
     stall_s: float
     slowdown_s: float
     trained_s: float
+    at_risk_steps: int
+    steps: int
     unstable_steps: int
     unstable_saves: int
     quiet_steps: int
@@ -48,6 +51,11 @@ class Figures:
     @property
     def cost_share(self) -> float:
         return (self.stall_s + max(0.0, self.slowdown_s)) / self.trained_s
+
+    @property
+    def mean_at_risk_steps(self) -> float:
+        """What a fault costs in the mean, wherever it falls: the faults of a few runs are too few to tell."""
+        return self.at_risk_steps / max(1, self.steps)
 
     @property
     def false_rate(self) -> float:
@@ -84,6 +92,8 @@ def figures_of(events: Sequence[Event], summary: Mapping[str, object], course: C
         stall_s=sum(event["stall_s"] for event in commits),
         slowdown_s=_slowdown_s(steps, saves, commits),
         trained_s=sum(event["step_s"] for event in steps),
+        at_risk_steps=_at_risk_steps(events),
+        steps=len(steps),
         unstable_steps=_count(course.is_unstable(event["step"]) for event in steps),
         unstable_saves=_count(course.is_unstable(step) for step in asked),
         quiet_steps=_count(course.is_quiet(event["step"]) for event in steps),
@@ -108,6 +118,20 @@ def _spacings(saves: Sequence[Event]) -> tuple[int, ...]:
     """Between saves of one Attempt that a policy or the cadence asked for."""
     ordered = [event for event in saves if policy_of(event["reason"], event["kind"]) not in ("order", "leave")]
     return tuple(two["step"] - one["step"] for one, two in pairwise(ordered) if one["attempt"] == two["attempt"])
+
+
+def _at_risk_steps(events: Sequence[Event]) -> int:
+    """Lines of steps stand a step behind; all the same for every contestant."""
+    durable = at_risk = 0
+    for event in events:
+        match event["event"]:
+            case "attempt_started":
+                durable = event["restored_step"]
+            case "committed":
+                durable = max(durable, event["step"])
+            case "step":
+                at_risk += max(0, event["step"] - durable)
+    return at_risk
 
 
 def _slowdown_s(steps: Sequence[Event], saves: Sequence[Event], commits: Sequence[Event]) -> float:

@@ -62,6 +62,15 @@ def test_steps_beside_a_save_are_held_against_the_others() -> None:
     assert told.stored_bytes == 10
 
 
+def test_what_a_fault_would_take_is_reckoned_from_the_newest_commit() -> None:
+    restored = {"event": "attempt_started", "attempt": 2, "restored_step": 2, "lost_steps": 2}
+    events = [step(1), step(2), step(3), committed(2, t_s=3.0), step(4), restored, step(3, attempt=2)]
+    told = figures_of(events, SUMMARY, COURSE)
+    assert (told.at_risk_steps, told.steps) == (1 + 2 + 3 + 2 + 1, 5)
+    assert told.mean_at_risk_steps == pytest.approx(9 / 5)
+    assert told.lost_steps == 2
+
+
 def test_a_course_is_its_seeds_alone_with_a_loss_in_the_window_and_room_between() -> None:
     def course(seed: int) -> Course:
         return course_of(seed, steps=300, window=(200, 250), num_faults=3, least_step_s=0.0)
