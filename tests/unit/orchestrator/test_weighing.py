@@ -20,6 +20,32 @@ class Always:
         return Opinion(policy=self.name, due_at_s=facts.now_s, why="says so")
 
 
+class Pressing:
+    """A policy that wants one that waits for no interval, but was the last to ask."""
+
+    name = "pressing"
+
+    def opinion(self, facts: SaveFacts) -> Opinion:
+        return Opinion(policy=self.name, due_at_s=facts.now_s, why="says so", is_pressing=True)
+
+
+class Early:
+    """A policy that has wanted one for long."""
+
+    name = "early"
+
+    def opinion(self, facts: SaveFacts) -> Opinion:  # noqa: ARG002 - the Protocol has it
+        return Opinion(policy=self.name, due_at_s=0.0, why="says so")
+
+
+def test_a_pressing_policy_is_heard_before_one_that_asked_earlier_and_must_wait() -> None:
+    facts = save_facts(40.0, last_save_at_s=35.0)
+    assert weigh(facts, [Early()], min_interval_s=30.0).held_back is not None
+    weighed = weigh(facts, [Early(), Pressing()], min_interval_s=30.0)
+    assert weighed.wish is not None
+    assert weighed.wish.policy == "pressing"
+
+
 def held_back(now_s: float, *, unsettled: int, saves: Sequence[SaveTimes] = ()) -> str | None:
     facts = save_facts(now_s, unsettled=unsettled, last_save_at_s=0.0, saves=tuple(saves))
     weighed = weigh(facts, [Always()], min_interval_s=0.0)
