@@ -73,7 +73,7 @@ class Aftermath:
             case Finished():
                 return self._await_final_commit(end, resume_url)
             case Left(stop=Stop() as stop):
-                return self._store.last_try(end.step, self._config.checkpoint.leave_timeout_s, stop)
+                return self._last_try(end, stop)
             case Left():
                 return self._after_leaving(end)
             case Broken():
@@ -96,6 +96,9 @@ class Aftermath:
         it made is given its time, as for a World that leaves for the stop: Keepers that end upload nothing more."""
         if not isinstance(end, Left) or end.is_parted or stop.exit_code not in _SAVE_FIRST:
             return stop
+        return self._last_try(end, stop)
+
+    def _last_try(self, end: Left, stop: Stop) -> Stop:
         limit_s = end.save_limit_s(self._config.checkpoint.leave_timeout_s, now_unix_s=self._wall_clock())
         return self._store.last_try(end.step, limit_s, stop)
 

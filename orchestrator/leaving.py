@@ -90,17 +90,15 @@ class Leaving:
         """Look once; orders a Leave where something asks for it. ``beats``: of the members, as far as they came."""
         if self.leave is not None:
             return
+        noticed = {node: at_s for node, at_s in self._notices().items() if node in self._nodes}
         stop = self._asked_to_stop()
         if stop is not None:
             self.stop = stop
-            self._order(Leave(cause="stop", reason=stop.reason), OrderKind.LEAVE)
-            return
-        draining = self._draining()
-        noticed = {node: at_s for node, at_s in self._notices().items() if node in self._nodes}
-        if noticed:
+            self._order(Leave(cause="stop", reason=stop.reason), self._kind_for_stop(noticed, beats))
+        elif noticed:
             self._heed(noticed, beats)
         elif is_formed:
-            self._consider_size(draining)
+            self._consider_size(self._draining())
 
     def deadline_at_s(self) -> float | None:
         """Unix time of the earliest one of a node of the World; None: there is none, or it is unknown."""
@@ -140,6 +138,13 @@ class Leaving:
             return
         kind = OrderKind.LEAVE if isinstance(chosen, KeepOn) else chosen.kind
         self._order(Leave(cause=FaultKind.PREEMPTION.value, reason=reason), kind)
+
+    def _kind_for_stop(self, noticed: Mapping[str, float], beats: Mapping[str, Heartbeat | None]) -> OrderKind:
+        """Machines that are taken away may stop the driver too: their deadline holds for its last save as well."""
+        if not noticed:
+            return OrderKind.LEAVE
+        chosen = decide_deadline(self._deadline_facts(noticed, beats), self._config.policy.deadline)
+        return OrderKind.LEAVE if isinstance(chosen, KeepOn) else chosen.kind
 
     def _deadline_facts(self, noticed: Mapping[str, float], beats: Mapping[str, Heartbeat | None]) -> DeadlineFacts:
         known = [at_s for at_s in noticed.values() if at_s > 0]

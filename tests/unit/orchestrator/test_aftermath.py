@@ -193,7 +193,10 @@ def test_a_persons_stop_between_two_worlds_waits_for_the_save_of_the_one_that_le
 ) -> None:
     scene, stop = Scene(), Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
     left = replace(LEFT, deadline_at_s=deadline_at_s)
-    assert scene.aftermath.stopped_between(stop, left).reason == f"stopped on request; step 60 was given {limit_s} s"
+    reason = f"stopped on request; step 60 was given {limit_s} s"
+    assert scene.aftermath.stopped_between(stop, left).reason == reason
+    at_once = scene.aftermath.after(replace(left, stop=stop), None)
+    assert at_once == replace(stop, reason=reason), "as for a World that left for the stop itself"
 
 
 @pytest.mark.parametrize("end", [None, FINISHED, replace(LEFT, is_parted=True)])

@@ -248,3 +248,15 @@ def test_a_persons_stop_comes_first_and_is_ordered_once(monkeypatch: pytest.Monk
     scene.look()
     assert [(kind, reason) for _, kind, reason in scene.orders] == [(OrderKind.LEAVE, "stopped on request")]
     assert scene.leaving.stop == scene.stop
+
+
+@pytest.mark.parametrize(
+    ("in_s", "kind"), [(100.0, OrderKind.LEAVE), (9.0, OrderKind.LEAVE), (7.5, OrderKind.LEAVE_BOUNDED)]
+)
+def test_a_stop_of_a_driver_whose_nodes_go_saves_in_the_form_that_fits(
+    monkeypatch: pytest.MonkeyPatch, in_s: float, kind: OrderKind
+) -> None:
+    scene = Scene(monkeypatch)
+    scene.notice("a", in_s)
+    scene.stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
+    assert scene.run_until_ordered() == (0.0, kind, "stopped on request")
