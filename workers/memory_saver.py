@@ -108,8 +108,8 @@ class MemorySaver:
 
     def take(self, step: int, *, ship: bool, wait_s: float | None, bounded: bool = False) -> bool:
         """Take a Snapshot of ``step``; ``ship``: for the store as well, ``bounded``: there in the cheaper form.
-        ``wait_s`` None: nothing is waited for, and
-        what became of it shows later. False: it was not taken in that time."""
+        ``wait_s`` None: nothing is waited for, and what became of it shows later. False: it was not taken in that
+        time."""
         started_at = time.monotonic()
         self.settle()
         reshard(self._state.model)  # a loop's own evaluation may have left parameters whole

@@ -1,8 +1,8 @@
 """The layout of the one fp64 vector that all ranks sum at the end of a step.
 
-Pure arithmetic on sequences of floats; who sums it, and when it is read, is the Session's business. Every slot is
-filled by exactly one rank (or, for the step word, by all with the same value), so the sums are exact at any world size:
-order numbers, steps and 48-bit digests are whole numbers below 2**53.
+Pure arithmetic on sequences of floats; who sums it, and when it is read, is the Session's business. A slot is filled
+by one rank alone, or by all with whole numbers (the step, counts), so the sums are exact at any world size: order
+numbers, steps and 48-bit digests lie below 2**53. The sum of the gradient's elements alone is rounded.
 """
 
 from __future__ import annotations
