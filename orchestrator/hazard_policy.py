@@ -60,17 +60,21 @@ def _since_commit(facts: SaveFacts) -> str:
 
 def save_interval(facts: SaveFacts, policy: SavePolicyConfig) -> Interval:
     """sqrt(2 * cost * MTBF) within [min_interval_s, max_interval_s], yet never shorter than a save costs or takes to
-    write; the first interval while nothing broke yet or a save's cost is not known."""
+    write; the first interval while nothing broke yet or a save's cost is not known, but no more than half of the MTBF
+    where that is: a World that breaks more often than it saves would never come on."""
     cost_s, write_s = save_cost_s(facts.saves), usual_write_s(facts.saves)
     floor_s = max(policy.min_interval_s, cost_s or 0.0, write_s or 0.0)
     unlearned = _unlearned(facts, policy, cost_s)
+    mtbf_s = world_mtbf_s(facts.cluster, policy.hazard)
     if unlearned is None and cost_s is not None:
-        mtbf_s = world_mtbf_s(facts.cluster, policy.hazard)
         wanted_s = math.sqrt(2.0 * cost_s * mtbf_s)
         why = f"MTBF {time_in_words(mtbf_s)}, cost {time_in_words(cost_s)}"
     else:
         wanted_s = _first_interval_s(facts, policy)
         why = f"{unlearned}: first interval {time_in_words(wanted_s)}"
+        if _is_hazard_known(facts, policy) and mtbf_s / 2.0 < wanted_s:
+            wanted_s = mtbf_s / 2.0
+            why = f"{unlearned}: half of the MTBF, {time_in_words(mtbf_s)}"
     seconds = max(min(wanted_s, policy.max_interval_s), floor_s)
     return Interval(seconds=seconds, floor_s=floor_s, why=why + _bound(seconds, wanted_s, policy, write_s))
 
@@ -81,10 +85,12 @@ def _unlearned(facts: SaveFacts, policy: SavePolicyConfig, cost_s: float | None)
         return "no save measured yet"
     if cost_s <= 0.0:
         return "saves cost nothing that was measured"
-    # A bathtub is knowledge from outside: it speaks before anything broke.
-    if not facts.cluster.faults and (policy.hazard.model == "constant" or not facts.cluster.node_ages_s):
-        return "no failure seen yet"
-    return None
+    return None if _is_hazard_known(facts, policy) else "no failure seen yet"
+
+
+def _is_hazard_known(facts: SaveFacts, policy: SavePolicyConfig) -> bool:
+    """A bathtub is knowledge from outside: it speaks before anything broke."""
+    return facts.cluster.faults > 0 or (policy.hazard.model == "bathtub" and bool(facts.cluster.node_ages_s))
 
 
 def _first_interval_s(facts: SaveFacts, policy: SavePolicyConfig) -> float:

@@ -78,6 +78,15 @@ def test_without_a_failure_or_a_cost_the_first_interval_holds(fields: dict[str, 
     assert reason in interval.why
 
 
+@pytest.mark.parametrize("saves", [(), (save_times(stall_s=0.0),)])
+def test_a_world_that_breaks_often_does_not_wait_for_the_first_interval(saves: tuple[Any, ...]) -> None:
+    interval = save_interval(seen(saves=saves), policy(600.0))
+    assert interval.seconds == pytest.approx(300.0)
+    assert interval.why.endswith(": half of the MTBF, 10 min")
+    healthy = save_interval(seen(saves=saves, cluster=cluster(faults=0)), policy(600.0))
+    assert healthy.seconds == 12 * 60.0
+
+
 def test_the_first_interval_is_longer_for_large_states_and_can_be_set() -> None:
     large = save_facts(cluster=cluster(state_bytes=100_000_000_001))
     edge = save_facts(cluster=cluster(state_bytes=100_000_000_000))
