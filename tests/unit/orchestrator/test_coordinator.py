@@ -238,6 +238,23 @@ def test_a_policy_s_reason_is_carried_into_the_order_the_bound_save_and_the_weig
     assert [wish.reason for wish in wishes] == [order.reason]
 
 
+def test_a_base_in_memory_alone_is_no_commit_and_a_world_that_leaves_is_asked_for_no_save() -> None:
+    clock = Clock()
+    coordinator, _, _ = make(CheckpointConfig(), clock)
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=60, durable_step=40)
+    coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(61),)))
+    coordinator.submit_leave("a node joins")
+    clock.now = 1e6
+    coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(62),)))
+    assert not [signal for signal in coordinator.drain_signals() if isinstance(signal, SaveWeighed)]
+    coordinator.begin_attempt(SECOND, world_size=2, base_step=62, durable_step=40)
+    coordinator.exchange(ExchangeRequest(attempt=SECOND, reports=(report(63),)))
+    clock.now += 30.0
+    order = coordinator.exchange(ExchangeRequest(attempt=SECOND)).order
+    assert order is not None
+    assert order.reason.startswith("hazard: no commit since step 40, ")
+
+
 def test_only_keep_checkpoints_stay_and_the_plan_names_the_newest() -> None:
     coordinator, log, store = make(CheckpointConfig(every_steps=10, keep=3))
     coordinator.begin_attempt(FIRST, world_size=2, base_step=0)

@@ -119,6 +119,19 @@ def test_the_nearest_step_is_the_newer_of_memory_and_store_with_the_time_it_was_
     assert (facts.durable_step, facts.durable_at_s) == (10, 10.0)
 
 
+def test_a_clock_of_rank_0_that_jumps_moves_no_step_out_of_its_order() -> None:
+    one = desk()
+    one.take_steps([report(1)], 100.0)
+    one.take_steps([report(2), replace(report(3), finished_at_s=1e9 + 5000.0)], 102.0)
+    one.take_steps([replace(report(4), safe_step=2)], 103.0)
+    assert one.facts(103.0).nearest_at_s == 100.0
+    one.take_steps([replace(report(5), safe_step=3, finished_at_s=1e9)], 104.0)
+    assert one.facts(104.0).nearest_at_s == 102.0
+    one.take_steps([report(6), replace(report(7), finished_at_s=1e9 - 5000.0)], 105.0)
+    one.take_steps([replace(report(8), safe_step=6)], 106.0)
+    assert one.facts(106.0).nearest_at_s == 105.0
+
+
 def test_a_save_s_times_are_whole_and_what_it_slowed_the_steps_beside_it() -> None:
     one = desk()
     one.take_steps([report(step, step_s=1.0) for step in range(1, 5)], 4.0)
