@@ -78,7 +78,7 @@ def figures_of(events: Sequence[Event], summary: Mapping[str, object], course: C
     steps = [event for event in events if event["event"] == "step"]
     saves = [event for event in events if event["event"] == "save_bound" and event["kind"] != "part"]
     commits = [event for event in events if event["event"] == "committed"]
-    asked = [event["step"] - BIND_AHEAD for event in saves]
+    asked = [event["step"] - BIND_AHEAD for event in saves if event["step"] != course.steps]  # that one comes anyway
     triggers = asked_by_instability(events)
     goodput = summary["goodput"]
     assert isinstance(goodput, Mapping)
