@@ -216,7 +216,7 @@ class AttemptRun:
             self._group.put_off_starts(0.0)
         if not self._has_told_phases:
             self._note_phases()
-        late = self._leaving.late(self._outcomes, has_stepped=self._has_stepped)
+        late = self._leaving.late(self._signs.beats(), self._outcomes, has_stepped=self._has_stepped)
         self._hangs = (*self._signs.hangs(self._outcomes), *late)
 
     def _interval_s(self) -> float:

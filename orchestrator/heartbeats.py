@@ -14,8 +14,9 @@ from workers.contract import Heartbeat, Phase
 __all__ = ["Hang", "Pulse", "judge", "limit_of"]
 
 
-_IN_A_STEP = frozenset({Phase.COMPILING, Phase.TRAINING, Phase.EVALUATING})
-# While one member is at these, the others stand in their step for as long: its own limit is the one that counts.
+# In a step, and on leaving, a member may stand still because another one is not as far yet.
+_WAITING = frozenset({Phase.COMPILING, Phase.TRAINING, Phase.EVALUATING, Phase.LEAVING})
+# While one member is at these, the others stand there for as long: its own limit is the one that counts.
 _HOLDS_OTHERS_UP = frozenset({Phase.WAITING_FOR_DATA, Phase.CHECKPOINTING})
 
 
@@ -74,7 +75,7 @@ def judge(pulses: Mapping[str, Pulse], config: FailureConfig) -> tuple[Hang, ...
             continue
         limit = limit_of(pulse.beat.phase, config)
         if limit is not None and pulse.beat.age_s > limit:
-            if pulse.beat.phase in _IN_A_STEP and any(_holds_up(beat, limit, config) for beat in beats):
+            if pulse.beat.phase in _WAITING and any(_holds_up(beat, pulse.beat, limit, config) for beat in beats):
                 continue
             reason = f"{pulse.beat.phase.value}_timeout"
             detail = f"{reason}: no progress for {pulse.beat.age_s:.1f} s at step {pulse.beat.step}, limit {limit:g} s"
@@ -84,13 +85,14 @@ def judge(pulses: Mapping[str, Pulse], config: FailureConfig) -> tuple[Hang, ...
     return (max(stuck, key=lambda item: item[0])[1],)
 
 
-def _holds_up(beat: Heartbeat, limit_s: float, config: FailureConfig) -> bool:
-    """Whether a member in a step, past its limit of ``limit_s``, may only be waiting for this one: that is at something
-    which takes longer than a step, or in the step too and within its limit, as just after such a thing, when the
-    others' heartbeats are still old. An evaluation is begun and ended by all: who is not in it holds it up himself."""
+def _holds_up(beat: Heartbeat, waiting: Heartbeat, limit_s: float, config: FailureConfig) -> bool:
+    """Whether ``waiting``, past its limit of ``limit_s``, may only be waiting for the member of ``beat``: that is at
+    something which takes longer than a step, or no longer at its own part than it may be, as just after such a thing,
+    when the others' heartbeats are still old. All begin and end an evaluation, and leave, together: who has not come to
+    that holds it up himself."""
+    limit = limit_of(beat.phase, config)
     if beat.phase in _HOLDS_OTHERS_UP:
         return True
-    limit = limit_of(beat.phase, config)
-    if beat.phase not in _IN_A_STEP or limit is None:
+    if limit is None or beat.phase not in _WAITING or (beat.phase is Phase.LEAVING and waiting.phase is not beat.phase):
         return False
     return beat.age_s <= (min(limit, limit_s) if beat.phase is Phase.EVALUATING else limit)

@@ -75,3 +75,14 @@ def test_the_first_step_of_one_holds_up_the_second_of_another_for_as_long_as_it_
     assert judge(ahead | {"b": pulse("b", Phase.COMPILING, 500.0)}, CONFIG) == ()
     (hang,) = judge(ahead | {"b": pulse("b", Phase.COMPILING, 601.0)}, CONFIG)
     assert hang.worker_id == "b"
+
+
+def test_who_leaves_waits_for_a_long_save_of_another_and_for_the_moment_after_it() -> None:
+    gone = {"a": pulse("a", Phase.LEAVING, 130.0)}
+    config = CONFIG.model_copy(update={"checkpointing_s": 600.0})
+    assert judge(gone | {"b": pulse("b", Phase.CHECKPOINTING, 131.0)}, config) == ()
+    assert judge(gone | {"b": pulse("b", Phase.LEAVING, 0.1)}, config) == ()
+    (hang,) = judge(gone | {"b": pulse("b", Phase.TRAINING, 131.0)}, config)
+    assert hang.worker_id == "b"
+    (hang,) = judge({"a": pulse("a", Phase.LEAVING, 1.0), "b": pulse("b", Phase.TRAINING, 24.0)}, CONFIG)
+    assert hang.worker_id == "b", "who has left is no excuse for who has not"

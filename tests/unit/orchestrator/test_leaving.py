@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from orchestrator.config import FailureConfig, RunConfig, RunSettings, WorldConf
 from orchestrator.deadline_policy import SaveForecast
 from orchestrator.decisions import Stop
 from orchestrator.exit_codes import ExitCode
+from orchestrator.heartbeats import Hang
 from orchestrator.leaving import Leaving
 from orchestrator.pace import Pace
 from orchestrator.recorder import Recorder
@@ -95,14 +97,19 @@ class Scene:
         self.cluster.drained.add(node)
         self.cluster.deadlines[node] = 0.0 if in_s is None else NOTICE_AT_S + in_s
 
-    def look(self) -> None:
-        beats: dict[str, Heartbeat | None] = {
+    def beats(self) -> dict[str, Heartbeat | None]:
+        return {
             member.worker_id: Heartbeat(
                 worker_id=member.worker_id, attempt=ATTEMPT, phase=self.phase, step=5, age_s=0.0
             )
             for member in self.world.members
         }
-        self.leaving.consider(beats, is_formed=self.is_formed)
+
+    def look(self) -> None:
+        self.leaving.consider(self.beats(), is_formed=self.is_formed)
+
+    def late(self, ended: Collection[str] = (), *, has_stepped: bool = True) -> tuple[Hang, ...]:
+        return self.leaving.late(self.beats(), ended, has_stepped=has_stepped)
 
     def run_until_ordered(self, limit_s: float = 3600.0) -> tuple[float, OrderKind, str]:
         while not self.orders and self.now_s < NOTICE_AT_S + limit_s:
@@ -152,13 +159,13 @@ def test_before_the_first_step_the_order_is_given_at_once_and_leaving_is_not_tim
     scene.notice("a", 10.0)
     assert scene.run_until_ordered()[:2] == (0.0, OrderKind.LEAVE)
     scene.now_s += 100.0
-    assert scene.leaving.late({}, has_stepped=False) == (), "it may still be loading"
+    assert scene.late(has_stepped=False) == (), "it may still be loading"
     scene.leaving.note_first_step()
     scene.now_s += 30.0 + 3 * STEP_S
-    assert scene.leaving.late({}, has_stepped=True) == (), "failure.leaving_s, from the step that the Order lands on"
+    assert scene.late() == (), "failure.leaving_s, from the step that the Order lands on"
     scene.now_s += 1.0
     ended = scene.world.members[0].worker_id
-    (late,) = scene.leaving.late({ended}, has_stepped=True)
+    (late,) = scene.late({ended})
     assert late.worker_id == scene.world.members[1].worker_id
 
 
@@ -260,3 +267,39 @@ def test_a_stop_of_a_driver_whose_nodes_go_saves_in_the_form_that_fits(
     scene.notice("a", in_s)
     scene.stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
     assert scene.run_until_ordered() == (0.0, kind, "stopped on request")
+
+
+def test_the_time_for_leaving_does_not_pass_while_a_member_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    scene.notice("a", None)
+    scene.look()
+    scene.now_s += 30.0
+
+    for _ in range(5):
+        scene.phase = Phase.CHECKPOINTING
+        assert scene.late() == ()
+        scene.now_s += 100.0
+    scene.phase = Phase.LEAVING
+    assert scene.late() == (), "it has saved until a moment ago"
+    scene.now_s += 3 * STEP_S
+    assert scene.late() == ()
+    scene.now_s += 1.0
+    assert len(scene.late()) == 2
+    scene.phase = Phase.CHECKPOINTING
+    first, second = (member.worker_id for member in scene.world.members)
+    assert scene.late({first, second}) == (), "nobody is left"
+    assert scene.late() == ()
+
+
+def test_the_last_word_of_a_member_that_has_ended_keeps_no_other_from_being_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch)
+    scene.notice("a", None)
+    scene.look()
+    ended, other = (member.worker_id for member in scene.world.members)
+    beats = scene.beats()
+    saving = Heartbeat(worker_id=ended, attempt=ATTEMPT, phase=Phase.CHECKPOINTING, step=5, age_s=0.0)
+    scene.now_s += 30.0 + 3 * STEP_S + 1.0
+    (late,) = scene.leaving.late(beats | {ended: saving}, {ended}, has_stepped=True)
+    assert late.worker_id == other
