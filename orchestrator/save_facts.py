@@ -96,9 +96,9 @@ class SaveFacts:
     ``nearest_*``: the newest step that survives the loss of one failure domain, in memory or in the store.
 
     ``*_at_s``: when that step was finished; minus infinity for a Commit of an earlier driver that is older than the
-    memory that the Attempt began with. ``last_save_*``: the newest save that was bound, or where the Attempt
-    began. ``step_s`` None: no step was finished yet. ``saves``: of this driver, newest last. ``best_step``: of the best
-    evaluation so far; ``saved_best_step`` the newest such step that a save has covered.
+    memory that the Attempt began with. ``last_save_*``: the newest save that was bound, or where the Attempt began.
+    ``step_s`` None: fewer than two steps were finished. ``saves``: of this driver, newest last. ``best_step``: of the
+    best evaluation so far; ``saved_best_step`` the newest such step that a save has covered.
     """
 
     now_s: float

@@ -68,15 +68,18 @@ class StepPace:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._quiet: deque[float] = deque(maxlen=_QUIET_STEPS)
-        self._is_new_world = False
+        self._num_of_world = 0
 
     def begin_world(self) -> None:
-        """Another World has another pace; the last one's is the best guess until a step of this one is finished."""
-        self._is_new_world = True
+        """Another World has another pace; the last one's is the best guess until two steps of this one are finished."""
+        self._num_of_world = 0
 
     def add(self, step_s: float, *, is_quiet: bool) -> None:
-        if self._is_new_world:
-            self._is_new_world = False
+        """The first step of a World compiles and warms up, for minutes at times: it says nothing of the next."""
+        self._num_of_world += 1
+        if self._num_of_world == 1:
+            return
+        if self._num_of_world == 2:
             self._recent.clear()
             self._quiet.clear()
         self._recent.append(step_s)

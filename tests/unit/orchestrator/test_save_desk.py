@@ -132,6 +132,21 @@ def test_a_clock_of_rank_0_that_jumps_moves_no_step_out_of_its_order() -> None:
     assert one.facts(106.0).nearest_at_s == 105.0
 
 
+def test_a_first_step_that_compiles_for_minutes_says_nothing_of_the_pace() -> None:
+    one = SaveDesk(SavePolicyConfig(), CheckpointConfig(), total_steps=10_000)
+    one.begin_attempt(0, 0.0)
+    one.take_steps([report(1, step_s=100.0)], 100.0)
+    assert one.facts(100.0).step_s is None
+    assert one.consult(100.0) is None, "100 s are at risk, of 180"
+    one.take_steps([report(2)], 101.0)
+    assert one.facts(101.0).step_s == 1.0
+    one.begin_attempt(2, 200.0)
+    one.take_steps([report(3, step_s=50.0)], 250.0)
+    assert one.facts(250.0).step_s == 1.0, "the last World's, until this one has a pace of its own"
+    one.take_steps([report(4, step_s=2.0)], 252.0)
+    assert one.facts(252.0).step_s == 2.0
+
+
 def test_a_save_s_times_are_whole_and_what_it_slowed_the_steps_beside_it() -> None:
     one = desk()
     one.take_steps([report(step, step_s=1.0) for step in range(1, 5)], 4.0)
