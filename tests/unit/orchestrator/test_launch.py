@@ -61,3 +61,10 @@ def test_a_driver_that_breaks_leaves_what_memory_holds_to_the_next_one(
 
 def test_a_driver_that_ends_the_run_ends_its_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert control(monkeypatch, RunEnd(exit_code=ExitCode.STOPPED, reason="stopped on request")) == ["close"]
+
+
+def test_a_driver_that_ends_with_more_in_memory_than_in_the_store_leaves_it_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end = RunEnd(exit_code=ExitCode.BELOW_MINIMUM, reason="every node goes away", keeps_memory=True)
+    assert control(monkeypatch, end) == ["leave_behind", "close"]
