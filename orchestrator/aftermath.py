@@ -122,6 +122,11 @@ class Aftermath:
         return replace(stop, reason="; ".join(words))
 
     @property
+    def is_next_preemption_last(self) -> bool:
+        """Whether the Run ends with the next preemption, so that nobody takes over what memory holds."""
+        return 0 <= self._config.failure.max_preemptions <= self._counters.preemptions
+
+    @property
     def skipped(self) -> tuple[SkippedWindow, ...]:
         """What every World from here on leaves out of the data."""
         return self._counters.skipped

@@ -277,7 +277,7 @@ class Controller:
         """A World that nobody may take over from must leave its last step in the store: memory goes with the driver."""
         draining = self._gathering.draining()
         staying = [view for view in self._group.views(draining) if view.is_ready and not view.is_draining]
-        if len(staying) < self._sizing.world.min_workers:
+        if len(staying) < self._sizing.world.min_workers or self._aftermath.is_next_preemption_last:
             return OrderKind.LEAVE
         return self._memory.leave_kind(world.members, draining)
 

@@ -218,3 +218,11 @@ def test_the_save_of_the_preemption_that_is_one_too_many_is_waited_for() -> None
     assert isinstance(stop, Stop)
     assert stop.exit_code is ExitCode.PREEMPTED
     assert stop.reason == "1 preemptions, failure.max_preemptions is 0; step 60 was given 60 s"
+
+
+@pytest.mark.parametrize(("limit", "are_last"), [(-1, [False, False]), (0, [True]), (1, [False, True])])
+def test_it_is_known_before_which_preemption_ends_the_run(limit: int, are_last: list[bool]) -> None:
+    scene = Scene(max_preemptions=limit)
+    for is_last in are_last:
+        assert scene.aftermath.is_next_preemption_last is is_last
+        assert isinstance(scene.aftermath.after(LEFT, None), Stop) is is_last
