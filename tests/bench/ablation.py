@@ -1,8 +1,8 @@
 """Which save policy is worth its saves: the same runs with the same faults and the same unstable phase under each.
 
 Every contestant trains the built-in recipe on two workers of a local Ray cluster, with the memory Tier off, so that a
-lost worker costs all that was not committed. A run has a length of half a minute, and what the policies set in seconds
-is scaled with it to about a hundredth of its default. One seed of every contestant takes some six minutes.
+lost worker costs all that was not committed. A run trains for half a minute, and what the policies set in seconds is
+scaled with it to about a hundredth of its default. For an idle machine: a busy one stretches the steps.
 """
 
 from __future__ import annotations
