@@ -255,6 +255,22 @@ def test_a_base_in_memory_alone_is_no_commit_and_a_world_that_leaves_is_asked_fo
     assert order.reason.startswith("hazard: no commit since step 40, ")
 
 
+@pytest.mark.parametrize(("is_delayed", "words"), [(True, "no save measured yet"), (False, "no failure seen yet")])
+def test_how_long_a_store_was_away_is_no_measure_of_a_save(is_delayed: bool, words: str) -> None:
+    clock = Clock()
+    coordinator, _, store = make(CheckpointConfig(), clock)
+    coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
+    bound = BoundOrder(number=0, kind=OrderKind.SNAPSHOT, step=10)
+    coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(10),), bound=(bound,)))
+    if is_delayed:
+        coordinator.report_delayed(FIRST, 10, 1, "503", 4.0)
+    commit_step(coordinator, store, FIRST, 10)
+    clock.now = 1000.0
+    coordinator.exchange(ExchangeRequest(attempt=FIRST, reports=(report(11),)))
+    (weighed,) = [s.weighed for s in coordinator.drain_signals() if isinstance(s, SaveWeighed)][-1:]
+    assert words in {opinion.policy: opinion.why for opinion in weighed.opinions}["hazard"]
+
+
 def test_only_keep_checkpoints_stay_and_the_plan_names_the_newest() -> None:
     coordinator, log, store = make(CheckpointConfig(every_steps=10, keep=3))
     coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
