@@ -154,6 +154,7 @@ def test_a_save_s_times_are_whole_and_what_it_slowed_the_steps_beside_it() -> No
     one.take_steps([report(5, step_s=7.0)], 5.0)
     for step in range(6, 10):
         one.take_steps([report(step, step_s=1.5)], float(step))
+    one.take_steps([report(8, step_s=1.5), report(9, step_s=1.5)], 9.2)  # heard of before: the answer was lost
     times = one.committed(5, COST, 9.5)
     assert times == SaveTimes(
         step=5,
