@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from typing import Any
 
 import ray
@@ -23,13 +24,15 @@ _log = logging.getLogger(__name__)
 KEEPER_TTL_S = 120.0
 _CLOSE_S = 10.0
 _RENEW_EVERY_S = 2.0
+_LOOK_S = 0.25  # how long the end of the crew, or a Keeper that was just made, may go unnoticed
 _GREET_S = 10.0
 _KEY_BYTES = 32
 _START_PAUSES_S = (0.0, 2.0, 5.0, 15.0, 60.0)  # before each try to give a node another Keeper
 
 
 class KeeperCrew:
-    """Renews on a thread of its own, so that a busy controller never lets a Keeper expire.
+    """Renews on a thread of its own, so that a busy controller never lets a Keeper expire. A call that each of them
+    leaves open tells of its death.
 
     ``transport_key``: made anew by each driver; Keepers and workers prove themselves to each other with it.
     """
@@ -43,6 +46,7 @@ class KeeperCrew:
         self._keepers: dict[str, Any] = {}
         self._greetings: dict[str, KeeperGreeting] = {}
         self._statuses: dict[str, KeeperStatus] = {}
+        self._ends: dict[Any, tuple[str, Any]] = {}  # open call -> node, Keeper
         self._num_starting = 0
         self._is_dismissed = self._is_left_behind = False
         self._closed = threading.Event()
@@ -67,6 +71,7 @@ class KeeperCrew:
             greeting = _greet(node_id, keeper)
             with self._lock:
                 self._keepers[node_id], self._greetings[node_id] = keeper, greeting
+                self._ends[keeper.outlast.remote()] = (node_id, keeper)
                 is_too_late = self._is_dismissed
         finally:
             with self._lock:
@@ -115,29 +120,50 @@ class KeeperCrew:
         _dismiss(keepers)
 
     def _renew(self) -> None:
-        while not self._closed.wait(_RENEW_EVERY_S):
+        while not self._closed.is_set():
             try:
                 self._renew_all()
             except Exception as error:  # noqa: BLE001 - outer edge of the thread: without it every Keeper would expire
                 _log.warning("Keepers are not renewed for now: %s: %s", type(error).__name__, error)
+                self._closed.wait(_RENEW_EVERY_S)
 
     def _renew_all(self) -> None:
-        with self._lock:
-            keepers = dict(self._keepers)
-        refs = {keeper.renew.remote(KEEPER_TTL_S): node_id for node_id, keeper in keepers.items()}
-        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_RENEW_EVERY_S) if refs else ([], [])
-        for ref in ready:
-            try:
-                self._note(refs[ref], ray.get(ref))
-            except ray.exceptions.ActorDiedError:
-                self._replace(refs[ref], keepers[refs[ref]])
-            except ray.exceptions.RayError as error:
-                _log.debug("Keeper of node %s was not renewed: %s", refs[ref][:12], type(error).__name__)
+        """Renew each once, then listen until the next renewal is due. Nobody's silence delays word of another."""
+        until = time.monotonic() + _RENEW_EVERY_S
+        asked = {keeper.renew.remote(KEEPER_TTL_S): (node_id, keeper) for node_id, keeper in self.handles().items()}
+        while not self._closed.is_set() and (left_s := until - time.monotonic()) > 0:
+            with self._lock:
+                refs = [*asked, *self._ends]
+            pause_s = min(_LOOK_S, left_s)
+            if not refs:
+                self._closed.wait(pause_s)
+                continue
+            ready, _ = ray.wait(refs, num_returns=1, timeout=pause_s)
+            for ref in ready:
+                with self._lock:
+                    node_id, keeper = (asked if ref in asked else self._ends).pop(ref)
+                self._take(node_id, keeper, ref)
+
+    def _take(self, node_id: str, keeper: Any, ref: Any) -> None:
+        """A Keeper was renewed, or has died, or cannot be reached; or its open call is over: somebody attends to it."""
+        try:
+            status: KeeperStatus | None = ray.get(ref)
+        except ray.exceptions.ActorDiedError:
+            self._replace(node_id, keeper)
+        except ray.exceptions.RayError as error:
+            _log.debug("no word from the Keeper of node %s: %s", node_id[:12], type(error).__name__)
+        else:
+            if status is not None:
+                self._note(node_id, status)
 
     def _note(self, node_id: str, status: KeeperStatus) -> None:
         with self._lock:
-            if node_id in self._keepers:
-                self._statuses[node_id] = status
+            keeper = self._keepers.get(node_id)
+            if keeper is None:
+                return
+            self._statuses[node_id] = status
+            if not any(keeper is known for _, known in self._ends.values()):
+                self._ends[keeper.outlast.remote()] = (node_id, keeper)
 
     def _replace(self, node_id: str, dead: Any) -> None:
         """A Keeper died. On a node that lives another takes its place; workers find it by its name."""

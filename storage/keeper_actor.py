@@ -120,6 +120,7 @@ class KeeperActor:
         self._keeper = self._start(run_id, node_id, root_url, config, identity, transport_key)
         self._keeper.renew(ttl_s)
         self._is_closed = threading.Event()
+        self._is_attended = asyncio.Event()
         threading.Thread(target=self._watch, args=(min(1.0, ttl_s / 4),), name="keeper-watch", daemon=True).start()
 
     async def greet(self) -> KeeperGreeting:
@@ -146,7 +147,13 @@ class KeeperActor:
         self._sink.coordinator_name = coordinator_name
         if transport_key is not None:
             await _in(self._calls, self._keeper.memory.set_key, transport_key)
+        self._is_attended.set()
+        self._is_attended = asyncio.Event()
         await self.renew(ttl_s)
+
+    async def outlast(self) -> None:
+        """Returns when a driver attends to this Keeper anew. Until then whoever calls learns at once of its death."""
+        await self._is_attended.wait()
 
     async def redirect(self, lost: TransportAddress, address: TransportAddress) -> None:
         """The peer at ``lost`` is gone: replicas for it go to ``address``, where another one listens."""

@@ -168,6 +168,17 @@ def test_a_dead_keeper_is_a_storage_error_for_its_workers(site: Site) -> None:
         site.save(handle, step=1)
 
 
+def test_a_call_left_open_tells_of_a_new_driver_and_of_the_death_of_the_keeper(site: Site) -> None:
+    handle = site.keeper()
+    open_call = handle.outlast.remote()
+    handle = site.keeper()  # another driver finds it
+    assert ray.get(open_call, timeout=LIMIT_S) is None
+    open_call = handle.outlast.remote()
+    os.kill(site.pid(handle), signal.SIGKILL)
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(open_call, timeout=LIMIT_S)
+
+
 def test_the_buffer_of_a_killed_worker_is_leased_again(site: Site) -> None:
     handle = site.keeper()
     worker: Any = ray.remote(Worker).options(num_cpus=0, max_restarts=0, lifetime="detached", name=site.run_id).remote()

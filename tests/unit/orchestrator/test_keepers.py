@@ -22,11 +22,22 @@ WAIT_S = 20.0
 pytestmark = pytest.mark.timeout(60)
 
 
+class OpenCall:
+    """Is over when its Keeper is dead."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+
+    def outcome(self) -> Any:
+        return self.keeper.outcome()
+
+
 class Keeper:
-    """Answers every call with itself as the reference."""
+    """Answers every call but one with itself as the reference."""
 
     def __init__(self) -> None:
         self.is_dead = False
+        self.outlast = SimpleNamespace(remote=lambda: OpenCall(self))
         self.renewed = threading.Semaphore(0)
         self.renew = SimpleNamespace(remote=lambda _: self)
         self.close = SimpleNamespace(remote=lambda: self)
@@ -41,12 +52,12 @@ class Keeper:
 class Bench:
     """``start``, ``look``: what makes a Keeper, and what the head says."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, *, renew_every_s: float = 0.01) -> None:
         self.start: Callable[[], Keeper] = Keeper
         self.look: Callable[[], ClusterView] = living_node
         fake_ray = SimpleNamespace(
             exceptions=ray.exceptions,
-            wait=lambda refs, **_: (refs, []),
+            wait=ready_ones,
             get=lambda keeper: keeper.outcome(),
             kill=lambda *_, **__: None,
         )
@@ -54,7 +65,7 @@ class Bench:
         patch.setattr(keepers, "ensure_keeper", lambda **_: self.start())
         patch.setattr(keepers, "look", lambda: self.look())
         patch.setattr(keepers, "_greet", lambda *_: None)
-        patch.setattr(keepers, "_RENEW_EVERY_S", 0.01)
+        patch.setattr(keepers, "_RENEW_EVERY_S", renew_every_s)
         patch.setattr(keepers, "_START_PAUSES_S", (0.0, 0.01, 0.01))
         config = RunConfig(
             run=RunSettings(name="r", url="memory://r", steps=100),
@@ -62,6 +73,13 @@ class Bench:
             data=DataConfig(url="memory://d", sequence_length=8, global_batch=8),
         )
         self.crew = KeeperCrew("r", config)
+
+
+def ready_ones(refs: list[Any], timeout: float, **_: Any) -> tuple[list[Any], list[Any]]:
+    ready = [ref for ref in refs if not isinstance(ref, OpenCall) or ref.keeper.is_dead]
+    if not ready:
+        threading.Event().wait(min(timeout, 0.001))
+    return ready, [ref for ref in refs if ref not in ready]
 
 
 def living_node() -> ClusterView:
@@ -88,7 +106,7 @@ def test_a_keeper_that_died_gets_a_successor_though_head_and_first_tries_fail(be
     starts: Iterator[Any] = iter([StorageError("its Keeper does not greet"), second])
 
     def start() -> Keeper:
-        made = next(starts)
+        made: Keeper | StorageError = next(starts)
         if isinstance(made, StorageError):
             raise made
         return made
@@ -122,3 +140,17 @@ def test_a_keeper_of_a_node_that_is_gone_gets_no_successor(bench: Bench) -> None
     first.is_dead = True
     assert looked.wait(WAIT_S)
     assert bench.crew.handles() == {}
+
+
+def test_a_death_is_noticed_at_once_and_not_at_the_next_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, renew_every_s=1000.0)
+    first, second, started = bench.crew.start(NODE), Keeper(), threading.Event()
+
+    def start() -> Keeper:
+        started.set()
+        return second
+
+    bench.start = start
+    first.is_dead = True
+    assert started.wait(WAIT_S)
+    bench.crew.close()
