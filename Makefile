@@ -12,7 +12,7 @@ FAULTS ?= 200
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install install-dev run test test-full lint check format bench bench-recovery bench-phases bench-replication bench-stall bench-storage bench-codec bench-commit soak clean
+.PHONY: help install install-dev run test test-full lint check format bench bench-recovery bench-phases bench-replication bench-stall bench-storage bench-codec bench-commit ablation soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ bench-replication: install-dev ## what a replica costs in CPU and time, beside R
 
 soak: install-dev ## FAULTS=200 seeded faults on one local cluster, then every invariant
 	$(BIN)/python -m tests.chaos.soak --faults $(FAULTS)
+
+ablation: install-dev ## the save policies side by side, with lost workers and an unstable phase; on an idle machine
+	$(BIN)/python -m tests.bench.ablation
 
 bench-stall: install-dev ## what a save costs when every upload takes 20 s longer
 	$(BIN)/python -m tests.bench.bench_stall
