@@ -81,4 +81,4 @@ def test_a_share_told_twice_is_one_event_and_the_next_attempt_has_its_own() -> N
     assert lines.shares() == [
         {"event": "save_share", "attempt": number, "rank": None, **asdict(REPORT)} for number in (1, 2)
     ]
-    assert event_line(lines.shares()[0]) == f"one save takes 0% of the device memory in use: {REPORT.why}"
+    assert event_line(lines.shares()[0]) == f"a save is large for this machine's memory: {REPORT.why}"
