@@ -55,7 +55,10 @@ class BoundsPolicy:
         at_risk = time_in_words(max(0.0, facts.now_s - facts.nearest_at_s))
         why = f"{at_risk} of work at risk, policy.max_at_risk_s is {limit_s:g}"
         worst_s = max(lasts_s, gap_s) + ahead_s
-        if worst_s > limit_s:
+        if worst_s > limit_s and gap_s == self._policy.min_interval_s > lasts_s:
+            why += f", which cannot be held: policy.min_interval_s is {gap_s:g}, so that up to"
+            why += f" {time_in_words(worst_s)} are at risk"
+        elif worst_s > limit_s:
             why += f", which cannot be held: saves take {time_in_words(write_s)} to write and come each"
             why += f" {time_in_words(max(lasts_s, gap_s))}, so that up to {time_in_words(worst_s)} are at risk"
         return covered_at_s + lasts_s, why

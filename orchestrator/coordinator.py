@@ -79,7 +79,7 @@ class Coordinator:
         self._slow = SlowSaves()
         self._delays: dict[tuple[int, int | None], float] = {}
         self._signals: deque[Signal] = deque(maxlen=_MAX_SIGNALS)
-        self._orders = OrderBook()
+        self._orders = OrderBook(total_steps)
         self._steps = StepBook()
         self._desk = SaveDesk(policy, config, total_steps=total_steps)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="committer")

@@ -8,16 +8,18 @@ from storage.errors import CommitRefused
 from storage.keys import Attempt
 from workers.contract import BoundOrder, Order, OrderKind
 
-__all__ = ["OrderBook"]
+__all__ = ["LAST_STEP", "OrderBook"]
 
 _log = logging.getLogger(__name__)
+LAST_STEP = "last-step: the last step is always saved"
 _KEPT_REASONS = 256  # rank 0 binds the newest Order alone
 
 
 class OrderBook:
     """Owned and locked by the coordinator. Numbers rise over all Attempts of a driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
         self._attempt: Attempt | None = None
         self._num_orders = 0
         self._parted = 0  # the last Order to part that ranks were heard to have bound
@@ -52,7 +54,9 @@ class OrderBook:
         return self.newest
 
     def reason_of(self, bound: BoundOrder) -> str:
-        return self._reasons.get(bound.number, "order") if bound.number else "cadence"
+        if bound.number:
+            return self._reasons.get(bound.number, "order")
+        return LAST_STEP if bound.step == self._total_steps else "cadence"
 
     def is_first_word_of_parting(self, bound: BoundOrder) -> bool:
         """Whether ``bound``, an Order to part, is heard of for the first time: news can come twice."""

@@ -22,7 +22,7 @@ PolicyName = Literal["hazard", "instability", "best-metric", "memory-pressure"]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class BathtubConfig(_Settings):

@@ -68,6 +68,8 @@ class SavePace:
     def forecast(self) -> SaveForecast:
         """Of a save that the present World makes after those that are under way."""
         forecast, now = forecast_save(tuple(self._saves), self._world_size, self._config), self._monotonic()
+        if not forecast.is_measured:
+            return forecast  # a guess is counted once
         spent_s = (now - self._ended_at_s.get(step, now) for step in self._under_way)
         return replace(forecast, ahead_s=sum(max(0.0, forecast.full_s - one_s) for one_s in spent_s))
 

@@ -19,7 +19,7 @@ __all__ = ["SaveFold", "SavesSummary", "Spacing", "is_routine", "policy_of", "st
 
 _KEPT_STEPS: Final = 64  # a save is heard of some steps before or after its own step is
 _PART: Final = "part"  # in memory alone: no save
-_ROUTINE: Final = frozenset({"cadence", "time"})
+_ROUTINE: Final = frozenset({"cadence", "time", "last-step"})
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 
@@ -59,7 +59,7 @@ def policy_of(reason: str, kind: str = "snapshot") -> str:
 
 
 def is_routine(reason: str) -> bool:
-    """Whether nothing but a fixed cadence asked."""
+    """Whether nothing but a fixed cadence or the last step asked."""
     return policy_of(reason) in _ROUTINE
 
 

@@ -88,6 +88,12 @@ def test_a_write_of_half_the_limit_can_just_be_held() -> None:
     assert "cannot be held" not in opinion.why
 
 
+def test_a_minimum_interval_that_breaks_the_limit_is_named() -> None:
+    opinion = bounds(min_interval_s=30.0, max_at_risk_s=20.0).opinion(writing(1.0))
+    assert opinion.due_at_s == pytest.approx(30.0)
+    assert "cannot be held: policy.min_interval_s is 30, so that up to 31 s are at risk" in opinion.why
+
+
 def test_a_longest_interval_below_what_a_save_takes_is_said_to_fail() -> None:
     opinion = bounds(max_interval_s=60.0, max_at_risk_s=None).opinion(writing(90.0))
     assert opinion.due_at_s == pytest.approx(90.0)

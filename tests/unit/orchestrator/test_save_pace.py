@@ -83,6 +83,15 @@ def test_there_is_no_cheaper_form_than_the_bounded_one() -> None:
     assert Scene().pace.forecast().bounded_s is not None
 
 
+def test_a_guess_of_what_saves_take_is_counted_once() -> None:
+    scene = Scene()
+    scene.bind(3)
+    assert scene.pace.forecast().ahead_s == 0.0
+    scene.save(3, write_s=6.0)
+    scene.bind(5)
+    assert scene.pace.forecast().ahead_s == 6.0
+
+
 def test_saves_under_way_come_first_for_as_long_as_they_still_take() -> None:
     scene = Scene()
     scene.save(1, write_s=6.0)
