@@ -1,13 +1,15 @@
 """Which step carries out which Order: bound by rank 0, learned by all ranks from the step vector.
 
-Pure. At the end of step s rank 0 decides about step s + 2 alone, so one slot of the vector is enough, a later Order can
-still replace an earlier one that waits, and every rank has read the slot before step s + 2 ends. Steps that lie too
-close to the start of an Attempt for that follow a standing rule that every rank works out by itself.
+Pure but for the clock that rank 0's side is given. At the end of step s rank 0 decides about step s + 2 alone, so one
+slot of the vector is enough, a later Order can still replace an earlier one that waits, and every rank has read the
+slot before step s + 2 ends. Steps that lie too close to the start of an Attempt for that follow a standing rule that
+every rank works out by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from workers.contract import BoundOrder, Order, OrderKind
@@ -18,9 +20,10 @@ BIND_AHEAD = 2
 CADENCE = 0
 """The Order number of saves that no Order asked for: the fixed cadence and the last step."""
 _MAX_UNSETTLED = 2
-_MAX_PASSED_OVER = 3
-"""Due saves in a row. That a rank other than 0 has not taken a save shows by its Receipt for a later one: where no save
-under way can become whole, as after the death of a Keeper, only another one ends them."""
+_MAX_PASSED_OVER, _PATIENCE_S = 3, 60.0
+"""Due saves in a row, and the time since a save was last bound. That a rank other than 0 has not taken a save shows by
+its Receipt for a later one: where no save under way can become whole, as after the death of a Keeper, only another one
+ends them."""
 
 
 def standing_orders(*, base_step: int, total_steps: int, every_steps: int | None) -> tuple[BoundOrder, ...]:
@@ -67,13 +70,22 @@ class Binding:
 class OrderBinder:
     """Rank 0's side: gives the newest Order, the cadence and the last step their steps, and keeps saves from piling up.
 
-    Saves of the cadence are passed over while two saves are neither committed nor given up, but for each fourth; Orders
+    Saves of the cadence are passed over while two saves are neither committed nor given up, but not for ever; Orders
     and the last step are not, since their issuer knows what is under way. How many may be under way in the end is the
     coordinator's to bound, and each rank's buffers'.
     """
 
-    def __init__(self, *, total_steps: int, every_steps: int | None, standing: Iterable[BoundOrder] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        every_steps: int | None,
+        standing: Iterable[BoundOrder] = (),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._total_steps, self._every_steps = total_steps, every_steps
+        self._monotonic = monotonic
+        self._bound_at_s = monotonic()
         self._unsettled = {order.step for order in standing}
         self._last_number = CADENCE
         self._num_passed_over = 0
@@ -99,12 +111,16 @@ class OrderBinder:
             return self._accept(BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=target))
         if self._every_steps is None or target % self._every_steps:
             return Binding()
-        if len(self._unsettled) >= _MAX_UNSETTLED and self._num_passed_over < _MAX_PASSED_OVER:
+        if len(self._unsettled) >= _MAX_UNSETTLED and not self._is_patience_over():
             self._num_passed_over += 1
             return Binding(skipped_step=target)
         return self._accept(BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=target))
 
+    def _is_patience_over(self) -> bool:
+        is_long = self._monotonic() - self._bound_at_s >= _PATIENCE_S
+        return is_long and self._num_passed_over >= _MAX_PASSED_OVER
+
     def _accept(self, order: BoundOrder) -> Binding:
         self._unsettled.add(order.step)
-        self._num_passed_over = 0
+        self._num_passed_over, self._bound_at_s = 0, self._monotonic()
         return Binding(bound=order)

@@ -22,6 +22,7 @@ from workers.order_plan import OrderBinder
 ATTEMPT = Attempt(number=1, nonce="0000aaaa")
 EVERY_STEPS = 5
 WAIT_S = 10.0
+_STEP_S = 6.0
 
 
 class PlayedWorld:
@@ -49,11 +50,13 @@ class PlayedWorld:
             monotonic=lambda: next(ticks) * 1e-4,
         )
         self.coordinator.begin_attempt(ATTEMPT, world_size=2, base_step=0)
-        self.binder = OrderBinder(total_steps=10_000, every_steps=EVERY_STEPS)
+        self.now_s = 0.0
+        self.binder = OrderBinder(total_steps=10_000, every_steps=EVERY_STEPS, monotonic=lambda: self.now_s)
         self.bound: list[int] = []
 
     def train(self, steps: range, *, second_rank_delivers: bool) -> None:
         for step in steps:
+            self.now_s = step * _STEP_S
             binding = self.binder.bind(step, None)
             news = ExchangeRequest(
                 attempt=ATTEMPT,

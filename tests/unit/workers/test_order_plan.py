@@ -80,11 +80,30 @@ def test_saves_of_the_cadence_never_pile_up() -> None:
 
 
 def test_saves_that_never_end_keep_others_away_but_not_each_of_them() -> None:
-    binding = binder(every_steps=1)
-    bound_steps = [step + 2 for step in range(1, 15) if binding.bind(step, None).bound is not None]
-    assert bound_steps == [3, 4, 8, 12, 16]
-    binding.settle(bound_steps)
-    assert [binding.bind(step, None).bound is not None for step in (15, 16, 17)] == [True, True, False]
+    now_s = 0.0
+    binding = OrderBinder(total_steps=400, every_steps=1, monotonic=lambda: now_s)
+    bound_steps = []
+    for step in range(1, 201):
+        now_s = step / 2
+        if binding.bind(step, None).bound is not None:
+            bound_steps.append(step + 2)
+    assert bound_steps == [3, 4, 124]
+    now_s += 60.0
+    assert [binding.bind(step, None).bound is not None for step in (201, 202)] == [True, False]
+    binding.settle([*bound_steps, 203])
+    assert [binding.bind(step, None).bound is not None for step in (203, 204, 205)] == [True, True, False]
+
+
+def test_a_save_that_falls_due_seldom_is_passed_over_three_times_at_least() -> None:
+    now_s = 0.0
+    binding = OrderBinder(total_steps=400, every_steps=10, monotonic=lambda: now_s)
+    due = [10, 20, 30, 40, 50, 60]
+    bound_steps = []
+    for step in due:
+        now_s = step * 10.0
+        if binding.bind(step - 2, None).bound is not None:
+            bound_steps.append(step)
+    assert bound_steps == [10, 20, 60]
 
 
 def test_the_last_step_is_bound_even_when_saves_pile_up_and_nothing_after_it() -> None:
