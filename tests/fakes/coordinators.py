@@ -1,112 +1,76 @@
-"""A real coordinator over a store in memory, and the Receipts and reports that tests give it."""
+"""A CoordinatorPort without a driver: records what rank 0 brings and serves scripted Orders."""
 
 from __future__ import annotations
 
-import itertools
+import threading
 from collections.abc import Callable
 
-from orchestrator.committer import Committer
-from orchestrator.coordinator import Coordinator
-from orchestrator.patient_store import PatientStore
-from orchestrator.save_config import SavePolicyConfig
-from storage.commit_log import CommitLog
-from storage.config import CheckpointConfig
-from storage.keys import Attempt, StepKey, shard_key
-from storage.manifest import AttemptRecord, ChunkPlace, Receipt, ShardRecord, TensorLayout
-from storage.memory_store import MemoryStore
-from workers.contract import StepReport
+from storage.keys import Attempt
+from workers.contract import (
+    BoundOrder,
+    EvalReport,
+    ExchangeReply,
+    ExchangeRequest,
+    Order,
+    OrderKind,
+    ShareReport,
+    StepReport,
+)
+from workers.errors import CoordinatorUnavailable
 
-FIRST = Attempt(number=1, nonce="0000aaaa")
-SECOND = Attempt(number=2, nonce="0000aaaa")
-RUN = "run-1"
-WAIT_S = 10.0
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+__all__ = ["ScriptedCoordinator"]
 
 
-class Ticking(Clock):
-    """A clock that moves a little at each look, so that bounded waits end."""
+class ScriptedCoordinator:
+    """``order_after``: once a report of that step has come, serve Order 1 of ``kind``. ``num_failures`` calls raise."""
 
-    def __call__(self) -> float:
-        self.now += 1e-4
-        return self.now
+    def __init__(
+        self,
+        attempt: Attempt,
+        *,
+        order_after: int | None = None,
+        kind: OrderKind = OrderKind.LEAVE,
+        not_before_step: int = 0,
+        settles: bool = True,
+        num_failures: int = 0,
+        is_current: bool = True,
+    ) -> None:
+        self._changed = threading.Condition()
+        self._attempt, self._order_after, self._kind = attempt, order_after, kind
+        self._not_before_step, self._settles = not_before_step, settles
+        self._num_failures, self._is_current = num_failures, is_current
+        self.reports: list[StepReport] = []
+        self.evals: list[EvalReport] = []
+        self.bound: list[BoundOrder] = []
+        self.skipped: list[int] = []
+        self.shares: list[ShareReport] = []
+        self.num_calls = 0
 
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        with self._changed:
+            self.num_calls += 1
+            if self._num_failures > 0:
+                self._num_failures -= 1
+                self._changed.notify_all()
+                raise CoordinatorUnavailable("the test says so")
+            self.reports.extend(request.reports)
+            self.evals.extend(request.evals)
+            self.bound.extend(request.bound)
+            self.skipped.extend(request.skipped)
+            self.shares.extend(request.shares)
+            self._changed.notify_all()
+            settled = tuple(order.step for order in self.bound) if self._settles else ()
+            return ExchangeReply(
+                attempt=self._attempt, order=self._order(), settled_steps=settled, is_current=self._is_current
+            )
 
-def make(
-    config: CheckpointConfig | None = None,
-    clock: Clock | None = None,
-    memory: MemoryStore | None = None,
-    pause: Callable[[], object] = lambda: None,
-    policy: SavePolicyConfig | None = None,
-) -> tuple[Coordinator, CommitLog, MemoryStore]:
-    store = memory or MemoryStore()
-    config = config or CheckpointConfig(every_steps=10)
-    counter = itertools.count()
-    patient = PatientStore(store, limit_s=3600.0, pause=lambda _: pause())
-    committer = Committer(
-        run_id=RUN,
-        store=patient,
-        config=config,
-        metadata={"git_commit": None},
-        now_utc=lambda: f"2026-01-01T00:00:{next(counter) % 60:02d}Z",
-        monotonic=clock or Ticking(),
-    )
-    coordinator = Coordinator(
-        committer=committer,
-        store=patient,
-        config=config,
-        policy=policy or SavePolicyConfig(),
-        total_steps=100,
-        monotonic=clock or Ticking(),
-    )
-    return coordinator, CommitLog(store, RUN), store
+    def wait_for(self, condition: Callable[[ScriptedCoordinator], bool], timeout_s: float = 20.0) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: condition(self), timeout_s)
 
-
-def receipt(store: MemoryStore, attempt: Attempt, step: int, rank: int, world_size: int = 2) -> Receipt:
-    key = shard_key(StepKey(step=step, attempt=attempt), rank)
-    store.put(key, b"x" * 10)
-    layout = TensorLayout(
-        dtype="float32",
-        shape=(world_size, 3),
-        level="L1",
-        chunks=(ChunkPlace(rank=rank, offsets=(rank, 0), sizes=(1, 3)),),
-    )
-    return Receipt(
-        run_id=RUN,
-        step=step,
-        attempt=AttemptRecord.of(attempt),
-        world_size=world_size,
-        shard=ShardRecord(rank=rank, key=key, size=10, digest="0" * 32, index_bytes=1, index_digest="0" * 32),
-        tensors={"model.weight": layout},
-        shared_state={"progress": {"step": step}} if rank == 0 else None,
-        stall_s=0.1 * (rank + 1),
-        upload_s=0.2,
-    )
-
-
-def report(step: int) -> StepReport:
-    return StepReport(
-        step=step,
-        loss=1.0 / step,
-        grad_norm=1.0,
-        lr=0.1,
-        tokens=step * 8,
-        position=step * 4,
-        sample_chain=f"{step:032x}",
-        step_s=0.1,
-        finished_at_s=0.0,
-    )
-
-
-def commit_step(coordinator: Coordinator, store: MemoryStore, attempt: Attempt, step: int) -> None:
-    for rank in range(2):
-        assert coordinator.deliver(receipt(store, attempt, step, rank))
-    assert coordinator.wait_settled(step, WAIT_S)
+    def _order(self) -> Order | None:
+        if self._order_after is None or not any(report.step >= self._order_after for report in self.reports):
+            return None
+        return Order(
+            attempt=self._attempt, number=1, kind=self._kind, not_before_step=self._not_before_step, reason="test"
+        )

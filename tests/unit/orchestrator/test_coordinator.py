@@ -12,7 +12,7 @@ from storage.config import CheckpointConfig
 from storage.errors import CommitRefused, ObjectMissing, StoreUnavailable
 from storage.keys import MANIFESTS, StepKey, shard_key
 from tests.fakes.away_store import AwayStore
-from tests.fakes.coordinators import FIRST, SECOND, WAIT_S, Clock, commit_step, make, receipt, report
+from tests.fakes.real_coordinator import FIRST, SECOND, WAIT_S, Clock, commit_step, make, receipt, report
 from workers.contract import BoundOrder, EvalReport, ExchangeRequest, OrderKind
 
 
