@@ -56,7 +56,8 @@ _RUN_EPILOG = """[bold]Examples[/bold]
 [bold]Exit codes[/bold]
 
   0 finished, 10 configuration, 11 training code failed, 12 too many failures, 13 preempted, 14 stopped, 15 too few
-  workers, 16 storage away, 17 last save failed, 18 another driver holds the run, 19 a fault of raysume
+  workers or every node going away, 16 storage away, 17 last save failed, 18 another driver holds the run,
+  19 a fault of raysume
 
 [bold]Chaos[/bold]
 
