@@ -35,9 +35,9 @@ def explain(
     """Say why there was, or was not, a save at a step: who asked, what was held back, what a fault would have cost."""
     from dataclasses import asdict
 
+    from orchestrator.event_tail import events_in
     from orchestrator.explain import explain as explain_step
     from orchestrator.explain_text import explanation_text
-    from orchestrator.run_lives import events_in
     from storage.errors import ObjectMissing
     from storage.keys import EVENTS
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EventTail"]
+__all__ = ["EventTail", "events_in"]
 
 
 class EventTail:
@@ -26,12 +26,17 @@ class EventTail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        events: list[dict[str, Any]] = []
-        for line in whole.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
-                events.append(event)
-        return events
+        return events_in(whole)
+
+
+def events_in(data: bytes) -> list[dict[str, Any]]:
+    """The events of an event file, or of a part of one; a line that is torn, or none, is passed over."""
+    events: list[dict[str, Any]] = []
+    for line in data.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            events.append(event)
+    return events

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from orchestrator.event_fields import Event, float_of, int_of, number_of, text_of
 
-__all__ = ["Life", "MadeStep", "Track", "events_in", "track_lives"]
+__all__ = ["Life", "MadeStep", "Track", "track_lives"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +147,3 @@ def _note_quarantine(track: Track, event: Event) -> None:
         if step in life.committed:
             life.note(step, f"taken out of use later: {text_of(event, 'reason')}")
             return
-
-
-def events_in(data: bytes) -> list[Event]:
-    """The events of an event file; a line that is torn, or none, is passed over."""
-    events: list[Event] = []
-    for line in data.splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
-            events.append(event)
-    return events

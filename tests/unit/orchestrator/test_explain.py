@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from orchestrator.cli import app
 from orchestrator.event_fields import Event
+from orchestrator.event_tail import events_in
 from orchestrator.explain import AtRisk, explain
 from orchestrator.explain_text import explanation_text
-from orchestrator.run_lives import events_in
 from storage.keys import EVENTS
 from storage.open_store import open_store
 
