@@ -44,7 +44,7 @@ class GenerationWriter:
         self._ticket: Ticket | None = None
         self._next: LeaseRequest | None = None  # what to ask ahead for
         self._stock: BufferLease | None = None  # the writing thread's alone
-        self._lost: deque[str] = deque(maxlen=_REMEMBERED)  # leases whose seal failed
+        self._lost: deque[str] = deque(maxlen=_REMEMBERED)  # leases whose seal or release failed
         self._safe_step = -1
         self._given_up: tuple[int, ...] = ()
         self._replicas = ReplicaWatch(keeper, name)
@@ -160,7 +160,7 @@ class GenerationWriter:
                 other = self._ask(replace(request, step=request.step + 1))
                 if other is not None:
                     self._stager.buffers.open(other.path, request.num_bytes)
-                    self._keeper.release([other.lease_id])
+                    self._release(other)
                 self._is_warm = True
         except StorageError as error:  # asked again, with a Snapshot that waits for it
             self._say(f"no buffer lies ready: {error}")
@@ -189,7 +189,7 @@ class GenerationWriter:
         if stock is not None and Path(stock.path).exists():  # else its Keeper is gone
             if stock.num_bytes >= ticket.request.num_bytes:
                 return stock, True
-            self._keeper.release([stock.lease_id])
+            self._release(stock)
         pause_s = _POLL_S
         while True:
             for is_generation in (True, False) if ticket.ship else (True,):
@@ -215,6 +215,13 @@ class GenerationWriter:
         except KeeperUnreachable as error:
             self._say(f"no buffer: {error}")
             return None
+
+    def _release(self, lease: BufferLease) -> None:
+        try:
+            self._keeper.release([lease.lease_id])
+        except StorageError:
+            self._lost.append(lease.lease_id)
+            raise
 
     def _copy(self, ticket: Ticket, lease: BufferLease) -> str | None:
         """The digest of the header; None when the Snapshot was taken back meanwhile."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from storage.dcp_writer import local_parts
-from storage.errors import StorageError
+from storage.errors import KeeperUnreachable, StorageError
 from tests.fakes.memory_keeper import MemoryKeeper
 from tests.fakes.rank_processes import make_spec
 from tests.fakes.small_training import ATTEMPT, RUN_ID, build_state, train_step
@@ -271,6 +271,25 @@ def test_a_keeper_that_is_away_costs_generations_and_nothing_else(bench: Bench) 
     assert bench.take(wait_s=20.0)
     assert bench.keeper.sealed[-1].step == bench.step
     assert bench.saver.num_left_out >= 3
+
+
+def test_a_buffer_that_could_not_be_given_back_is_given_back_with_the_next_question(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, has_failed = bench.keeper.release, threading.Event()
+
+    def fail_once(lease_ids: list[str]) -> None:
+        if not has_failed.is_set():
+            has_failed.set()
+            raise KeeperUnreachable("release", "the test says so")
+        release(lease_ids)
+
+    monkeypatch.setattr(bench.keeper, "release", fail_once)
+    for _ in range(3):  # as many generations as a rank may hold
+        bench.train()
+        assert bench.take(wait_s=20.0)
+        assert has_failed.wait(20.0)
+    assert [sealed.step for sealed in bench.keeper.sealed] == [1, 2, 3]
 
 
 def test_a_fault_of_the_side_thread_ends_the_attempt_and_is_no_error_of_the_training_code(
