@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.save_config import SavePolicyConfig
 from storage.config import CheckpointConfig
-from workers.config import DataConfig, EvalConfig, ModelConfig, OptimConfig
+from workers.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, Reproducible
 
 __all__ = ["FailureConfig", "RunConfig", "RunSettings", "WorldConfig"]
 
@@ -104,7 +104,7 @@ class RunConfig(_Settings):
 
     run: RunSettings
     seed: int = Field(0, ge=0, lt=1 << 63)
-    reproducible: bool = Field(False, description="the same bits at any world size; not available yet")
+    reproducible: Reproducible = Field(False, description="the same bits at any world size; not available yet")
     world: WorldConfig = WorldConfig()
     model: ModelConfig
     data: DataConfig

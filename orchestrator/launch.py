@@ -245,6 +245,7 @@ class _Driver:
             num_threads=config.world.threads_per_worker,
             must_be_finite=config.failure.nan != "ignore",
             loss_spike=config.failure.loss_spike,
+            reproducible=config.reproducible,
         )
         return create_worker(
             settings,

@@ -6,7 +6,18 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-__all__ = ["ActivationCheckpointConfig", "DataConfig", "EvalConfig", "ModelConfig", "OptimConfig", "PrepareConfig"]
+__all__ = [
+    "ActivationCheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PrepareConfig",
+    "Reproducible",
+]
+
+Reproducible = bool | Literal["exact"]
+"""Whether a Run has the same bits at any world size: not meant to, in practice, or by an ordered fold of gradients."""
 
 
 class _Settings(BaseModel):

@@ -12,19 +12,45 @@ new release may change, has a part in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-__all__ = ["chain", "leaf_digest", "permute", "sample_ids"]
+__all__ = ["SampleOrder", "SourceRows", "chain", "leaf_digest", "permute", "sample_ids"]
 
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 _ROUNDS: Final = 8
 _MIN_HALF_BITS: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRows:
+    """The training rows of one source, and its share of the mix: ``weight`` of the sum of all weights."""
+
+    name: str
+    num_rows: int
+    weight: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOrder:
+    """Which row comes at which place of the stream. Row ids count through the sources in their order."""
+
+    seed: int
+    sources: tuple[SourceRows, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(source.num_rows for source in self.sources)
+
+    def ids(self, place: int, count: int) -> Ids:
+        """Row ids at places ``[place, place + count)``, int64 of shape [count]."""
+        return sample_ids(self.seed, self.num_rows, place, count)
 
 
 def sample_ids(seed: int, num_rows: int, position_start: int, count: int) -> Ids:

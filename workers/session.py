@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from workers.advance import advance
 from workers.compute_clock import ComputeClock
 from workers.contract import AttemptSpec, EvalReport, Phase
 from workers.courier import Courier
@@ -32,11 +33,10 @@ from workers.heartbeat import Pulse
 from workers.loading import Makers, WarmParts, load_state
 from workers.memory_pressure import MemoryPressure
 from workers.order_desk import OrderDesk
-from workers.sample_order import chain
 from workers.save_share import ShareMeter
 from workers.saving import Saving
 from workers.settings import WorkerSettings
-from workers.skipped_windows import place_of, skip_ahead
+from workers.skipped_windows import skip_ahead
 from workers.state import Tracker, TrainingState
 from workers.step_check import StepCheck
 from workers.step_reporting import report_of
@@ -44,6 +44,7 @@ from workers.step_vector import StepVectorLayout
 from workers.stream import Leaf, LeafStream
 from workers.train_step import TrainStep
 from workers.training_statistics import TrainingStatistics
+from workers.vector_filling import VectorFiller
 from workers.vector_reader import Reading, VectorReader
 from workers.yielding import Yielding
 
@@ -76,9 +77,16 @@ class Session:
         self._settings, self._spec, self._parts = settings, spec, parts
         self._groups, self._courier, self._pulse, self._check = groups, courier, pulse, check
         self._clock = ComputeClock(parts.device)
-        self._pressure = MemoryPressure(parts.device, settings.signals)
         self._reader = VectorReader(parts.device)
         self._layout = StepVectorLayout(num_leaves=settings.data.num_leaves, world_size=spec.world.size)
+        self._filler = VectorFiller(
+            self._layout,
+            rank=spec.rank,
+            signals=settings.signals,
+            clock=self._clock,
+            pressure=MemoryPressure(parts.device, settings.signals),
+            upload=self._reader.upload,
+        )
         self._state: TrainingState | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._stream: LeafStream | None = None
@@ -207,7 +215,7 @@ class Session:
         if step.number != self._open_step or step.grad_norm is None:
             raise LoopMisused(f"rank {self.rank}: step_end({step.number}) needs step.apply() before it, once a step")
         self._open_step = None
-        vector = self._fill(step)
+        vector = self._filler.fill(step, self._saving.memory, self._desk)
         reading = self._reader.begin(vector, self._groups.start_sum(vector))
         before = self._in_flight
         self._in_flight = _InFlight(step=step.number, reading=reading, finished_at_s=time.time())
@@ -318,41 +326,6 @@ class Session:
         )
         self._finished_step = self._base_step = step
 
-    def _fill(self, step: TrainStep) -> torch.Tensor:
-        """This rank's part of the vector. Losses and the norm stay on the device: nothing here waits for it."""
-        memory = self._saving.memory
-        look = self._pressure.look() if self._settings.signals.measures(step.number) else None
-        gradient = step.gradient_sum
-        words = self._layout.rank_part(
-            step=step.number,
-            digests=step.digests,
-            rank=self.rank,
-            compute_s=self._clock.take(),
-            replicated=() if memory is None else memory.replicated(step.number),
-            left_out=() if memory is None else memory.left_out(step.number),
-            gradient_count=0 if gradient is None else gradient.count,
-            is_pressed=look is not None and look.is_pressed,
-        )
-        if self.rank == 0:
-            step_s = step.elapsed_s()
-            self._layout.add_rank0_part(
-                words,
-                order=self._desk.bind(step.number),
-                lr=step.lr,
-                step_s=step_s,
-                memory_step=0 if memory is None else memory.bind(step.number, step_s),
-                memory_stall_s=0.0 if memory is None else memory.stall_s,
-                pressed_share=0.0 if look is None else look.share,
-            )
-        vector = self._reader.upload(words)
-        for index, loss in step.losses.items():
-            vector[self._layout.loss_slot(index)] = loss
-        if gradient is not None:
-            vector[self._layout.gradient_sum_slot] = gradient.total
-        if self.rank == 0 and step.grad_norm is not None:
-            vector[self._layout.grad_norm_slot] = step.grad_norm
-        return vector
-
     def _absorb(self, in_flight: _InFlight) -> None:
         """Take in the totals of one step: Progress on every rank, the report on rank 0."""
         totals = self._layout.read(in_flight.reading.words())
@@ -363,11 +336,7 @@ class Session:
         self._step_check.require_sound(in_flight.step, loss=loss, grad_norm=grad_norm, before=self.state.progress)
         self._saving.learn(in_flight.step, totals)
         self.statistics.add(loss=loss, grad_norm=grad_norm)
-        data, progress = self._settings.data, self.state.progress
-        progress.step = in_flight.step
-        progress.position += data.global_batch
-        progress.tokens += data.tokens_per_step
-        progress.epoch = place_of(progress.position, progress.skipped) // self._parts.dataset.num_rows
-        progress.sample_chain = chain(progress.sample_chain, totals.leaf_digests)
+        progress = self.state.progress
+        advance(progress, in_flight.step, totals.leaf_digests, self._settings.data, self._parts.dataset.num_rows)
         if self._courier is not None:
             self._courier.report(report_of(progress, totals, in_flight.finished_at_s, self._saving.memory))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from storage.config import CheckpointConfig
-from workers.config import DataConfig, EvalConfig, ModelConfig, OptimConfig
+from workers.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, Reproducible
 
 __all__ = ["SignalSettings", "WorkerSettings"]
 
@@ -49,6 +49,7 @@ class WorkerSettings:
     num_threads: int | None = 1
     must_be_finite: bool = True
     loss_spike: float | None = None
+    reproducible: Reproducible = False
 
     def __post_init__(self) -> None:
         if self.total_steps < 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -43,10 +44,15 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """Model (sharded), optimizer, scheduler, progress and user trackers of one rank."""
+    """Model (sharded), optimizer, scheduler, progress and user trackers of one rank.
+
+    ``trackers`` are equal on all ranks; ``rank_trackers`` are each rank's own. ``scaler`` None: no loss scaling.
+    """
 
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler
     progress: Progress = field(default_factory=Progress)
     trackers: dict[str, Tracker] = field(default_factory=dict)
+    rank_trackers: dict[str, Tracker] = field(default_factory=dict)
+    scaler: GradScaler | None = None
