@@ -21,6 +21,7 @@ from orchestrator.failure_policy import AttemptFacts, Fault, classify
 from orchestrator.fencing import Reckoning, fence_late, reckon
 from orchestrator.heartbeats import Hang
 from orchestrator.leaving import Leaving
+from orchestrator.long_phases import LongPhases
 from orchestrator.recorder import Recorder
 from orchestrator.regroup_phases import phase_fields
 from orchestrator.restored import restored_fields
@@ -120,7 +121,8 @@ class AttemptRun:
         self._signs = VitalSigns(world, group, config.failure)
         self._hangs: tuple[Hang, ...] = ()
         self._is_formed = self._has_stepped = self._has_told_phases = False
-        self._awaits_restore = self._awaits_data = False
+        self._awaits_restore = False
+        self._phases = LongPhases(lambda event, fields: recorder.emit(event, attempt=world.attempt, **fields))
 
     def run(self, specs: Mapping[str, AttemptSpec]) -> AttemptEnd:
         self._awaits_restore = any(spec.restore is not None for spec in specs.values())
@@ -207,7 +209,7 @@ class AttemptRun:
         self._signs.ask(self._interval_s(), self._outcomes)
         if self._awaits_restore:
             self._note_restored()
-        self._note_data()
+        self._phases.look_at(self._signs.beats().values())
         if not self._is_formed:
             self._note_formed()
         if not self._has_stepped and self._recorder.steps_this_attempt > 0:
@@ -238,14 +240,6 @@ class AttemptRun:
         if phases is not None:
             self._has_told_phases = True
             self._recorder.emit("regroup_phases", attempt=self._world.attempt, **phases)
-
-    def _note_data(self) -> None:
-        """Say when ranks begin to wait for the training data; when they are done with it the next step tells."""
-        beats = self._signs.beats().values()
-        ranks = [rank for rank, beat in enumerate(beats) if beat is not None and beat.phase is Phase.WAITING_FOR_DATA]
-        if ranks and not self._awaits_data:
-            self._recorder.emit("data_awaited", attempt=self._world.attempt, ranks=ranks)
-        self._awaits_data = bool(ranks)
 
     def _note_formed(self) -> None:
         beats, attempt = self._signs.beats().values(), self._world.attempt

@@ -87,6 +87,8 @@ class RunStatus:
                 self._add_commit(_number(event, "step", 0))
             case "data_awaited":
                 self.phase = "waiting for data"
+            case "checkpointing" | "evaluating" as phase:
+                self.phase = phase
             case "store_away":
                 self.is_store_away = True
                 self._away_since_s = None if self._finished_s is None else self._finished_s - _span(event, "away_s")
@@ -214,6 +216,8 @@ def event_line(event: Event) -> str | None:
             return f"waiting: {event.get('have')} of {event.get('need')} workers; {event.get('missing')}"
         case "data_awaited":
             return f"the training data does not come: ranks {event.get('ranks')} wait for its store"
+        case "checkpointing" | "evaluating" as phase:
+            return f"{phase} at step {event.get('step')} takes long: ranks {event.get('ranks')} are at it"
         case "store_away":
             return f"the store is away, training goes on: {event.get('reason')}"
         case "work_at_risk":

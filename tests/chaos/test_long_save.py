@@ -68,6 +68,7 @@ def test_a_save_longer_than_a_step_may_take_costs_no_attempt(held: RunResult) ->
     gaps = sorted(later - earlier for earlier, later in itertools.pairwise(ends))
     assert gaps[-1] > STEP_LIMIT_S, "no step stood still: nothing is proven"
     assert [event["cause"] for event in held.named("attempt_started")] == ["start", "hang"], held.stderr
+    assert held.named("checkpointing"), "nothing said what the run was at meanwhile"
 
 
 def test_a_save_longer_than_a_save_may_take_is_killed_and_named(held: RunResult) -> None:

@@ -150,6 +150,16 @@ def test_a_wait_for_data_is_said_and_stays_the_phase_until_the_next_step() -> No
     assert status.line().endswith("training")
 
 
+@pytest.mark.parametrize("phase", ["checkpointing", "evaluating"])
+def test_a_long_save_or_evaluation_is_said_and_stays_the_phase_until_the_next_step(phase: str) -> None:
+    status, event = RunStatus(), {"event": phase, "attempt": 1, "ranks": [1], "step": 8}
+    assert event_line(event) == f"{phase} at step 8 takes long: ranks [1] are at it"
+    status.add(event)
+    assert status.line().endswith(phase)
+    status.add({"event": "step", "step": 9, "tokens": 500, "step_s": 1.0})
+    assert status.line().endswith("training")
+
+
 def test_an_evaluation_without_a_best_value_yet_is_still_a_line() -> None:
     assert event_line({"event": "eval", "step": 3, "loss": 2.0, "best": None}) == "eval at step 3: loss 2.000, best ?"
 
