@@ -223,6 +223,7 @@ class Controller:
         if isinstance(plan, Stop):
             return plan
         self._move(State.FORMING)
+        self._history.note_source(is_memory=plan is not None and plan.memory is not None)
         restored_step = self._announce(world, cause, plan, before)
         if isinstance(restored_step, Stop):
             return restored_step

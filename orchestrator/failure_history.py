@@ -32,6 +32,7 @@ class Totals:
 
     faults: int = 0
     preemptions: int = 0
+    survived: int = 0
     exposure_node_s: float = 0.0
     seen_at_s: Mapping[str, float]
 
@@ -53,6 +54,7 @@ def totals_from(entries: Sequence[JournalEntry], *, trained_until_s: float | Non
     return Totals(
         faults=faults,
         preemptions=int(kept.get("preemptions", 0)),
+        survived=int(kept.get("survived", 0)),
         exposure_node_s=exposure_node_s,
         seen_at_s={str(node_id): float(at_s) for node_id, at_s in kept.get("nodes", {}).items()},
     )
@@ -96,6 +98,8 @@ class FailureHistory:
         self._wall_clock = wall_clock
         self._faults = before.faults
         self._preemptions = before.preemptions
+        self._survived = before.survived
+        self._is_open = False
         self._exposure_node_s = before.exposure_node_s
         self._seen_at_s = dict(before.seen_at_s)
         self._num_running = 0
@@ -112,6 +116,12 @@ class FailureHistory:
             self._preemptions += 1
         elif kind in _FAULTS:
             self._faults += 1
+        self._is_open = kind in _FAULTS
+
+    def note_source(self, *, is_memory: bool) -> None:
+        """Where the next Attempt goes on from, before it begins: a fault that memory survived costs no interval."""
+        self._survived += self._is_open and is_memory
+        self._is_open = False
 
     def note_nodes(self, living: Iterable[str]) -> None:
         """The nodes that are there; each is as old as the first time it was told here. Others are forgotten."""
@@ -128,6 +138,7 @@ class FailureHistory:
             num_nodes=len(homes),
             faults=self._faults,
             preemptions=self._preemptions,
+            survived=self._survived,
             exposure_node_s=self._exposure_node_s,
             node_ages_s=tuple(max(0.0, now_s - self._seen_at_s.get(node_id, now_s)) for node_id in homes),
             notices=notices,
@@ -140,6 +151,7 @@ class FailureHistory:
         return {
             "faults": self._faults,
             "preemptions": self._preemptions,
+            "survived": self._survived,
             "exposure_node_s": round(self._exposure_node_s, 3),
             "nodes": {node_id: round(at_s, 3) for node_id, at_s in self._seen_at_s.items()},
         }

@@ -15,6 +15,7 @@ from orchestrator.save_facts import ClusterFacts, SaveTimes
 
 __all__ = [
     "bathtub_rate",
+    "costly_faults",
     "node_rate",
     "predicted_write_s",
     "recent_write_s",
@@ -31,11 +32,17 @@ _DAY_S = 86_400.0
 _UNITS = ((0.95, 1e-3, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min"), (2 * _DAY_S, 3600.0, "h"))
 
 
+def costly_faults(cluster: ClusterFacts) -> int:
+    """Faults after which the Run had to go on from a save."""
+    return max(0, cluster.faults - cluster.survived)
+
+
 def node_rate(cluster: ClusterFacts, config: HazardConfig) -> float:
-    """Failures per second of one node: the mean of a Gamma posterior, whose prior weighs as ``prior_weight`` failures
-    in as many times ``prior_node_mtbf_s``."""
+    """Failures per second of one node that memory does not survive, for only those cost what came after the last save:
+    the mean of a Gamma posterior, whose prior weighs as ``prior_weight`` failures in as many times
+    ``prior_node_mtbf_s``."""
     weight = config.prior_weight
-    return (weight + cluster.faults) / (weight * config.prior_node_mtbf_s + max(0.0, cluster.exposure_node_s))
+    return (weight + costly_faults(cluster)) / (weight * config.prior_node_mtbf_s + max(0.0, cluster.exposure_node_s))
 
 
 def bathtub_rate(age_s: float, config: BathtubConfig) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from orchestrator.hazard import save_cost_s, time_in_words, usual_write_s, world_mtbf_s
+from orchestrator.hazard import costly_faults, save_cost_s, time_in_words, usual_write_s, world_mtbf_s
 from orchestrator.save_config import SavePolicyConfig
 from orchestrator.save_facts import Opinion, SaveFacts
 
@@ -85,12 +85,14 @@ def _unlearned(facts: SaveFacts, policy: SavePolicyConfig, cost_s: float | None)
         return "no save measured yet"
     if cost_s <= 0.0:
         return "saves cost nothing that was measured"
-    return None if _is_hazard_known(facts, policy) else "no failure seen yet"
+    if _is_hazard_known(facts, policy):
+        return None
+    return "memory survived every failure yet" if facts.cluster.faults else "no failure seen yet"
 
 
 def _is_hazard_known(facts: SaveFacts, policy: SavePolicyConfig) -> bool:
     """A bathtub is knowledge from outside: it speaks before anything broke."""
-    return facts.cluster.faults > 0 or (policy.hazard.model == "bathtub" and bool(facts.cluster.node_ages_s))
+    return costly_faults(facts.cluster) > 0 or (policy.hazard.model == "bathtub" and bool(facts.cluster.node_ages_s))
 
 
 def _first_interval_s(facts: SaveFacts, policy: SavePolicyConfig) -> float:

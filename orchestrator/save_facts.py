@@ -52,13 +52,15 @@ class ClusterFacts:
     """What the driver knows of the cluster and tells the coordinator at the start of an Attempt and when it changes.
 
     ``faults``: losses of nodes, workers or the driver that came without a notice, over all drivers of the Run, and
-    ``preemptions`` those with one; ``exposure_node_s``: node-seconds of training in which they came. ``node_ages_s``:
-    of the World's nodes, since they were first seen. ``state_bytes`` None: not known yet.
+    ``preemptions`` those with one; ``survived``: after how many of the faults the Run went on from memory;
+    ``exposure_node_s``: node-seconds of training in which they came. ``node_ages_s``: of the World's nodes, since they
+    were first seen. ``state_bytes`` None: not known yet.
     """
 
     num_nodes: int
     faults: int = 0
     preemptions: int = 0
+    survived: int = 0
     exposure_node_s: float = 0.0
     node_ages_s: tuple[float, ...] = ()
     notices: tuple[Notice, ...] = ()

@@ -71,6 +71,24 @@ def test_only_losses_and_hangs_are_faults_and_notices_are_counted_apart(
     assert (facts.faults, facts.preemptions) == (faults, preemptions)
 
 
+def test_a_fault_that_memory_survives_is_counted_apart_and_kept_over_drivers() -> None:
+    clock = Clock()
+    history = history_of(clock)
+    for kind, is_memory in (
+        (FaultKind.NODE_LOST, True),
+        (FaultKind.WORKER_LOST, False),
+        (FaultKind.PREEMPTION, True),
+        (FaultKind.HANG, True),
+    ):
+        history.note_fault(kind)
+        history.note_source(is_memory=is_memory)
+    history.note_source(is_memory=True)  # after a join
+    facts = history.facts(["a"])
+    assert (facts.faults, facts.survived, facts.preemptions) == (3, 2, 1)
+    again = history_of(clock, totals_from([attempt_entry(clock, history, "a"), entry("end", clock)]))
+    assert (again.facts(["a"]).faults, again.facts(["a"]).survived) == (3, 2)
+
+
 def test_only_time_in_which_a_world_trains_is_exposure() -> None:
     clock = Clock()
     history = history_of(clock)

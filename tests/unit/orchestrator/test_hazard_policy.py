@@ -45,6 +45,12 @@ def test_an_mtbf_learned_from_faults_alone_gives_the_same() -> None:
     assert save_interval(facts, learned).seconds == pytest.approx(464.758, abs=0.001)
 
 
+def test_faults_that_memory_survives_do_not_make_saves_come_more_often() -> None:
+    learned = SavePolicyConfig(hazard=HazardConfig(prior_weight=1e-9), **WIDE)
+    facts = seen(30.0, cluster=cluster(num_nodes=4, faults=50, survived=40, exposure_node_s=4 * 10 * HOUR_S))
+    assert save_interval(facts, learned).seconds == pytest.approx(464.758, abs=0.001)
+
+
 def test_an_mtbf_of_60_s_and_a_cost_of_30_s_give_60_s() -> None:
     assert save_interval(seen(30.0), policy(60.0)).seconds == pytest.approx(60.0)
 
@@ -68,6 +74,7 @@ def test_the_interval_is_clamped_to_its_limits_and_says_so() -> None:
     ("fields", "reason"),
     [
         ({"cluster": cluster(faults=0)}, "no failure seen yet"),
+        ({"cluster": cluster(faults=9, survived=9)}, "memory survived every failure yet"),
         ({"saves": ()}, "no save measured yet"),
         ({"saves": (save_times(stall_s=0.0),)}, "saves cost nothing"),
     ],
