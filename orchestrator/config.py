@@ -27,6 +27,9 @@ class RunSettings(_Settings):
         "all",
         description="L1: leave the optimizer's moments out, where `raysume doctor` found them damaged in every step",
     )
+    trace_every: int | None = Field(
+        None, ge=1, description="every so many steps digests of weights, optimizer and random state go into the events"
+    )
 
 
 class WorldConfig(_Settings):

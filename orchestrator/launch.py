@@ -246,6 +246,7 @@ class _Driver:
             must_be_finite=config.failure.nan != "ignore",
             loss_spike=config.failure.loss_spike,
             reproducible=config.reproducible,
+            trace_every=config.run.trace_every,
         )
         return create_worker(
             settings,

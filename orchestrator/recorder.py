@@ -130,6 +130,7 @@ class Recorder:
                     finished_s=self.since_start_s(report.finished_at_s),
                     world_size=self._world_size,
                     **_memory_fields(report),
+                    **_trace_fields(report),
                 )
             case Evaluated(report=report):
                 self._sink.emit(
@@ -235,4 +236,16 @@ def _memory_fields(report: StepReport) -> dict[str, Any]:
         "memory_step": report.memory_step,
         "safe_step": report.safe_step,
         "memory_stall_s": report.memory_stall_s,
+    }
+
+
+def _trace_fields(report: StepReport) -> dict[str, Any]:
+    """Nothing where the step is not traced."""
+    if report.weights_digest is None:
+        return {}
+    return {
+        "weights_digest": report.weights_digest,
+        "optimizer_digest": report.optimizer_digest,
+        "rest_digest": report.rest_digest,
+        "rng_digest": report.rng_digest,
     }

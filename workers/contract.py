@@ -201,7 +201,8 @@ class StepReport:
     Snapshot of ``memory_step``. ``compute_s``: by rank, how long it computed itself, see `workers.compute_clock`; 0:
     not measured. ``grad_variance``: of the gradient's elements before clipping, every ``policy.evaluate_every_steps``
     steps, None in between. ``ranks_pressed``: how many ranks' device or host memory is nearly full, ``pressed_share``
-    rank 0's own share in use, the larger of the two; None: not measured at this step.
+    rank 0's own share in use, the larger of the two; None: not measured at this step. The digests are those of
+    `workers.step_trace`; None: the step is not traced.
     """
 
     step: int
@@ -220,6 +221,10 @@ class StepReport:
     grad_variance: float | None = None
     ranks_pressed: int = 0
     pressed_share: float | None = None
+    weights_digest: str | None = None
+    optimizer_digest: str | None = None
+    rest_digest: str | None = None
+    rng_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from workers.skipped_windows import skip_ahead
 from workers.state import Tracker, TrainingState
 from workers.step_check import StepCheck
 from workers.step_reporting import report_of
+from workers.step_trace import StepTrace, StepTracer
 from workers.step_vector import StepVectorLayout
 from workers.stream import Leaf, LeafStream
 from workers.train_step import TrainStep
@@ -58,6 +59,7 @@ class _InFlight:
     step: int
     reading: Reading
     finished_at_s: float
+    trace: StepTrace | None
 
 
 class Session:
@@ -107,6 +109,7 @@ class Session:
             must_be_finite=settings.must_be_finite,
             loss_spike=settings.loss_spike,
         )
+        self._tracer = StepTracer(settings.trace_every, rank=spec.rank)
         self.statistics = TrainingStatistics()
 
     @property
@@ -218,7 +221,9 @@ class Session:
         vector = self._filler.fill(step, self._saving.memory, self._desk)
         reading = self._reader.begin(vector, self._groups.start_sum(vector))
         before = self._in_flight
-        self._in_flight = _InFlight(step=step.number, reading=reading, finished_at_s=time.time())
+        finished_at_s = time.time()
+        trace = self._tracer.take(step.number, lambda: self.state)
+        self._in_flight = _InFlight(step=step.number, reading=reading, finished_at_s=finished_at_s, trace=trace)
         if before is not None:
             self._absorb(before)
         if self._finished_step == self._base_step:
@@ -339,4 +344,5 @@ class Session:
         progress = self.state.progress
         advance(progress, in_flight.step, totals.leaf_digests, self._settings.data, self._parts.dataset.num_rows)
         if self._courier is not None:
-            self._courier.report(report_of(progress, totals, in_flight.finished_at_s, self._saving.memory))
+            memory = self._saving.memory
+            self._courier.report(report_of(progress, totals, in_flight.finished_at_s, memory, in_flight.trace))

@@ -33,7 +33,8 @@ class SignalSettings:
 class WorkerSettings:
     """``loop_config`` is handed to a user's train loop as it stands; ``num_threads`` None leaves torch's choice.
 
-    ``must_be_finite``, ``loss_spike``: which steps may not stand, see `workers.step_check`.
+    ``must_be_finite``, ``loss_spike``: which steps may not stand, see `workers.step_check`. ``trace_every``: every so
+    many steps digests of the whole state are reported (`workers.step_trace`); None: never.
     """
 
     run_id: str
@@ -50,6 +51,7 @@ class WorkerSettings:
     must_be_finite: bool = True
     loss_spike: float | None = None
     reproducible: Reproducible = False
+    trace_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.total_steps < 1:

@@ -7,6 +7,7 @@ from typing import Protocol
 from workers.contract import StepReport
 from workers.gradient_statistics import element_variance
 from workers.state import Progress
+from workers.step_trace import StepTrace
 from workers.step_vector import StepTotals
 
 __all__ = ["MemoryFacts", "report_of"]
@@ -23,9 +24,13 @@ class MemoryFacts(Protocol):
 
 
 def report_of(
-    progress: Progress, totals: StepTotals, finished_at_s: float, memory: MemoryFacts | None = None
+    progress: Progress,
+    totals: StepTotals,
+    finished_at_s: float,
+    memory: MemoryFacts | None = None,
+    trace: StepTrace | None = None,
 ) -> StepReport:
-    """``progress`` stands at the step that ``totals`` are of."""
+    """``progress`` stands at the step that ``totals`` and ``trace`` are of."""
     return StepReport(
         step=progress.step,
         loss=totals.loss,
@@ -43,4 +48,8 @@ def report_of(
         grad_variance=element_variance(total=totals.gradient_sum, count=totals.gradient_count, norm=totals.grad_norm),
         ranks_pressed=totals.ranks_pressed,
         pressed_share=totals.pressed_share or None,
+        weights_digest=None if trace is None else trace.weights,
+        optimizer_digest=None if trace is None else trace.optimizer,
+        rest_digest=None if trace is None else trace.rest,
+        rng_digest=None if trace is None else trace.rng,
     )
