@@ -24,6 +24,7 @@ from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from workers.data_errors import DataError
 from workers.dataset_card import DataFile, DatasetCard, Split, load_card
+from workers.sample_order import SampleOrder, SourceRows
 
 __all__ = ["TokenDataset"]
 
@@ -67,6 +68,11 @@ class TokenDataset:
     @property
     def num_rows(self) -> int:
         return self._first_rows[-1]
+
+    def order(self, seed: int) -> SampleOrder:
+        """The order of this dataset alone."""
+        rows = SourceRows(name="data", num_rows=self.num_rows, block_rows=self.card.row_group_rows)
+        return SampleOrder(seed=seed, sources=(rows,))
 
     def rows(self, row_ids: Sequence[int] | Tokens) -> Tokens:
         """The rows of these ids in this order, shape [n, sequence_length + 1]. Raises DataError on a bad token id."""

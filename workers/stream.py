@@ -31,7 +31,7 @@ from workers.config import DataConfig
 from workers.data_errors import DataError
 from workers.data_patience import DataPatience
 from workers.dataset import TokenDataset
-from workers.sample_order import chain, leaf_digest, sample_ids
+from workers.sample_order import SampleOrder, chain, leaf_digest, sample_ids
 from workers.skipped_windows import Windows, spans
 
 __all__ = ["Leaf", "LeafStream", "chain", "leaf_digest", "leaves_per_rank", "sample_ids", "validation_leaves"]
@@ -112,7 +112,7 @@ class LeafStream:
             raise DataError(f"{dataset.url} has no rows in its {dataset.split} split")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")
-        self._dataset, self._config, self._seed = dataset, data_config, seed
+        self._dataset, self._config, self._order = dataset, data_config, dataset.order(seed)
         self._rank, self._world_size, self._skipped = rank, world_size, skipped
         self._per_step = leaves_per_rank(data_config.num_leaves, world_size)
         self._patience = patience
@@ -144,7 +144,7 @@ class LeafStream:
         requests = _Requests(
             self._config, self._rank, self._world_size, self._step, self._position, first_round=self._consumed
         )
-        source = _LeafSource(self._dataset, self._seed, self._config.micro_batch, self._skipped)
+        source = _LeafSource(self._dataset, self._order, self._config.micro_batch, self._skipped)
         with warnings.catch_warnings():
             # Said by torch of torchdata's own call, once in every process; nothing a reader could act on.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
@@ -259,12 +259,12 @@ class _Requests:
 class _LeafSource(torch.utils.data.Dataset[_Fetched | _Failed]):
     """The map-style dataset of the loader: a request in, one leaf's tokens out."""
 
-    def __init__(self, dataset: TokenDataset, seed: int, micro_batch: int, skipped: Windows) -> None:
-        self._dataset, self._seed, self._micro_batch, self._skipped = dataset, seed, micro_batch, skipped
+    def __init__(self, dataset: TokenDataset, order: SampleOrder, micro_batch: int, skipped: Windows) -> None:
+        self._dataset, self._order, self._micro_batch, self._skipped = dataset, order, micro_batch, skipped
 
     def __getitem__(self, request: _Request) -> _Fetched | _Failed:
         runs = spans(request.position, self._micro_batch, self._skipped)
-        ids = np.concatenate([sample_ids(self._seed, self._dataset.num_rows, place, count) for place, count in runs])
+        ids = np.concatenate([self._order.ids(place, count) for place, count in runs])
         try:
             return _Fetched(request, self._dataset.rows(ids), ids)
         except (DataError, StorageError) as error:
