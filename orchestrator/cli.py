@@ -6,7 +6,6 @@ Ray, torch and the configuration models are imported inside the commands that ne
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +16,12 @@ from orchestrator.cli_control import SAVE_EPILOG, SCALE_EPILOG, STOP_EPILOG, sav
 from orchestrator.cli_data import data
 from orchestrator.cli_doctor import DOCTOR_EPILOG, doctor
 from orchestrator.cli_explain import EXPLAIN_EPILOG, explain
+from orchestrator.cli_start import exit_code_of, load
 from orchestrator.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from orchestrator.config import RunConfig
+    from orchestrator.user_loop import UserLoop
 
 __all__ = ["app", "main"]
 
@@ -50,6 +51,8 @@ _RUN_EPILOG = """[bold]Examples[/bold]
   raysume run clusters/local/run.yaml --local-nodes 4 --chaos kill-node@40,add-node@80
 
   raysume run run.yaml --resume 120
+
+  raysume run run.yaml --local-nodes 2 --loop train:train --loop-config '{"width": 64}'
 
   ray job submit --working-dir . -- python -m orchestrator run run.yaml
 
@@ -106,6 +109,13 @@ def run(
         str | None, typer.Option(help="auto, none, a step, or the URL of another run (same as run.resume=...).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the run and of chaos targets (same as seed=...).")] = None,
+    loop: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="A training loop of your own, importable from this directory."),
+    ] = None,
+    loop_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="What that loop finds in session.loop_config.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print summary.json to stdout, nothing else.")] = False,
     ray_address: Annotated[str | None, typer.Option(hidden=True)] = None,
     events_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -124,8 +134,10 @@ def run(
 
     def drive() -> int:
         from orchestrator.chaos import check_targets, parse_chaos
+        from orchestrator.user_loop import read_loop
 
-        loaded = _load(config, changes)
+        user_loop = read_loop(loop, loop_config)
+        loaded = load(config, changes, has_loop=user_loop.reference is not None)
         if chaos is not None:
             # A schedule that cannot be is an error even where nothing is left to run.
             check_targets(parse_chaos(chaos), local_nodes or 0)
@@ -135,8 +147,10 @@ def run(
         if summary is not None:
             show_finished(summary, loaded, sys.stdout, json_output=json_output, config_path=str(config))
             return ExitCode.SUCCESS
+        if not under_supervisor:
+            user_loop.require()
         if local_nodes is not None:
-            return _run_locally(config, loaded, changes, local_nodes, chaos, json_output)
+            return _run_locally(config, loaded, changes, local_nodes, chaos, json_output, user_loop)
         from orchestrator.launch import run_driver
         from orchestrator.options import DriverOptions
 
@@ -147,28 +161,19 @@ def run(
             show_progress=not under_supervisor,
             config_path=str(config),
         )
-        return run_driver(loaded, options)
+        return run_driver(loaded, options, train_loop=user_loop.reference, loop_config=user_loop.config)
 
-    raise typer.Exit(_exit_code_of(drive))
-
-
-def _load(path: Path, overrides: list[str]) -> RunConfig:
-    import logging
-
-    from orchestrator.errors import ConfigError
-    from orchestrator.load_config import load_config
-
-    config = load_config(path, overrides)
-    if not config.model.config:
-        raise ConfigError(str(path), ("model.config is missing: only a training loop of your own can do without",))
-    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if config.log_level != "DEBUG":
-        logging.getLogger("storage.retrying").setLevel(logging.ERROR)  # an outage is said once, as an event
-    return config
+    raise typer.Exit(exit_code_of(drive))
 
 
 def _run_locally(
-    path: Path, config: RunConfig, overrides: list[str], num_nodes: int, chaos: str | None, json_output: bool
+    path: Path,
+    config: RunConfig,
+    overrides: list[str],
+    num_nodes: int,
+    chaos: str | None,
+    json_output: bool,
+    user_loop: UserLoop,
 ) -> int:
     from orchestrator.chaos import parse_chaos
 
@@ -193,29 +198,6 @@ def _run_locally(
         run_id=run_id,
         json_output=json_output,
         show_progress=not json_output,
+        loop_options=user_loop.options(),
     )
     return supervise(plan)
-
-
-def _exit_code_of(drive: Callable[[], int]) -> int:
-    """Run ``drive``; every way out has its exit code (orchestrator.exit_codes)."""
-    from orchestrator.errors import ChaosSpecError, ConfigError, StartOutage
-    from storage.errors import StoreRefused, StoreUnavailable
-
-    try:
-        return int(drive())
-    except (StartOutage, StoreUnavailable) as error:  # the latter: it went away while a driver read its records
-        typer.echo(f"error: {error}", err=True)
-        return ExitCode.CONFIG_ERROR if isinstance(error, StoreRefused) else ExitCode.STORAGE_OUTAGE
-    except (ConfigError, ChaosSpecError) as error:
-        typer.echo(f"error: {error}", err=True)
-        return ExitCode.CONFIG_ERROR
-    except (KeyboardInterrupt, SystemExit):  # Ray's handler turns a SIGTERM into the latter while it connects
-        typer.echo("stopped", err=True)
-        return ExitCode.STOPPED
-    except Exception:  # noqa: BLE001 - the outermost edge: whatever it is, the code must say that it is our fault
-        import traceback
-
-        traceback.print_exc(file=sys.stderr)
-        typer.echo("error: this is a fault of raysume; the lines above belong in a report", err=True)
-        return ExitCode.INTERNAL_ERROR

@@ -23,10 +23,16 @@ _OUTPUT_END_S: Final = 5.0
 
 
 def driver_command(
-    config_path: Path, overrides: Sequence[str], *, ray_address: str, events_path: Path, json_output: bool
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    ray_address: str,
+    events_path: Path,
+    json_output: bool,
+    loop_options: Sequence[str] = (),
 ) -> list[str]:
     """The command line of one driver. Values pass as they are: no shell reads them."""
-    options = ["--ray-address", ray_address, "--events-file", str(events_path), "--under-supervisor"]
+    options = ["--ray-address", ray_address, "--events-file", str(events_path), "--under-supervisor", *loop_options]
     if json_output:
         options.append("--json")
     return [sys.executable, "-m", "orchestrator", "run", *options, "--", str(config_path), *overrides]

@@ -77,6 +77,7 @@ def supervise(plan: SupervisorPlan) -> int:
                     ray_address=cluster.address,
                     events_path=plan.events_path,
                     json_output=plan.json_output,
+                    loop_options=plan.loop_options,
                 )
                 return DriverChild(command, say)
 

@@ -15,7 +15,8 @@ __all__ = ["Cluster", "Driver", "SupervisorPlan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorPlan:
-    """What to run and what to break. ``overrides`` hold everything that the command line changed in the file."""
+    """What to run and what to break. ``overrides`` hold everything that the command line changed in the file,
+    ``loop_options`` the options that name a training loop of the user's own."""
 
     config: RunConfig
     config_path: Path
@@ -26,6 +27,7 @@ class SupervisorPlan:
     run_id: str
     json_output: bool = False
     show_progress: bool = True
+    loop_options: tuple[str, ...] = ()
 
 
 class Cluster(Protocol):

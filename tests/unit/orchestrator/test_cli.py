@@ -37,9 +37,11 @@ class FakeLaunch(ModuleType):
         super().__init__("orchestrator.launch")
         self.ending = ending
         self.asked: list[tuple[RunConfig, DriverOptions]] = []
+        self.loops: list[dict[str, object]] = []
 
-    def run_driver(self, config: RunConfig, options: DriverOptions) -> ExitCode:
+    def run_driver(self, config: RunConfig, options: DriverOptions, **loop: object) -> ExitCode:
         self.asked.append((config, options))
+        self.loops.append(loop)
         if isinstance(self.ending, BaseException):
             raise self.ending
         return self.ending

@@ -43,7 +43,8 @@ def state(mesh: DeviceMesh) -> TrainingState:
 
 
 def entry_of(state: TrainingState) -> dict[str, torch.Tensor]:
-    return state.optimizer.state[dict(named_parameters(state.model))["wide"]]
+    entry: dict[str, torch.Tensor] = state.optimizer.state[dict(named_parameters(state.model))["wide"]]
+    return entry
 
 
 def change_weight(state: TrainingState) -> None:
@@ -60,7 +61,8 @@ def change_counter(state: TrainingState) -> None:
 
 
 def change_buffer(state: TrainingState) -> None:
-    state.model.count.add_(1)
+    count = state.model.get_buffer("count")
+    count.add_(1)
 
 
 def change_schedule(state: TrainingState) -> None:
