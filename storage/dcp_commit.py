@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
@@ -31,13 +31,16 @@ DCP_STATE = "dcp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank tells the coordinator of its part. ``aliases``: other names of stored tensors."""
+    """What one rank tells the coordinator of its part. ``aliases``: other names of stored tensors. ``shared_state``
+    (of rank 0) and ``rank_state``: further plain sections of the Manifest."""
 
     receipt: Receipt
     base_step: int
     values: dict[str, JsonValue]
     paths: dict[str, list[str | int]]
     aliases: dict[str, str]
+    shared_state: dict[str, JsonValue] = field(default_factory=dict)
+    rank_state: dict[str, JsonValue] = field(default_factory=dict)
 
 
 def commit_save(
@@ -99,8 +102,8 @@ def _merged(reports: Sequence[RankReport], metadata: Mapping[str, JsonValue]) ->
     receipts = [
         report.receipt.model_copy(
             update={
-                "shared_state": {DCP_STATE: state} if rank == 0 else None,
-                "rank_state": {DCP_STATE: {"values": values}} if values else {},
+                "shared_state": {**report.shared_state, DCP_STATE: state} if rank == 0 else None,
+                "rank_state": {**report.rank_state, **({DCP_STATE: {"values": values}} if values else {})},
             }
         )
         for rank, (report, values) in enumerate(zip(ordered, own, strict=True))

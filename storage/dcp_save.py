@@ -32,7 +32,7 @@ from storage.dcp_writer import staged_chunk
 from storage.errors import StorageError
 from storage.keys import MAX_STEP, shard_key
 from storage.levels import LevelTable
-from storage.manifest import AttemptRecord, Receipt
+from storage.manifest import AttemptRecord, Commit, Receipt
 from storage.shard_writer import RawChunk, encode_shard
 from storage.shipping import tensor_layouts
 from storage.snapshot_format import SnapshotHeader, StagedChunk
@@ -47,7 +47,8 @@ class RaysumeWriter(StorageWriter):
 
     ``keep``: Checkpoints kept after this one is committed; None deletes nothing. ``base_step``: the step that training
     went on from, where this process did not load it with a `RaysumeReader`. ``metric`` (lower is better) shields the
-    best Checkpoint from deletion. ``metadata`` goes into the Manifest. Credentials come from the environment.
+    best Checkpoint from deletion. ``metadata`` goes into the Manifest, and so do the plain sections ``shared_state``
+    (of rank 0) and ``rank_state`` (of each rank), for readers of their own. Credentials come from the environment.
     """
 
     # DCP asks these of a stager; `stage` copies before it returns, so there is nothing to wait for.
@@ -64,6 +65,8 @@ class RaysumeWriter(StorageWriter):
         loss: float | None = None,
         metric: float | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
+        shared_state: Mapping[str, JsonValue] | None = None,
+        rank_state: Mapping[str, JsonValue] | None = None,
         config: CheckpointConfig | None = None,
     ) -> None:
         self._url = os.fspath(url)
@@ -75,8 +78,11 @@ class RaysumeWriter(StorageWriter):
         self._loss = None if loss is None else _measure("loss", loss)
         self._metric = None if metric is None else _measure("metric", metric)
         self._metadata = dict(metadata or {})
+        self._shared_state, self._rank_state = dict(shared_state or {}), dict(rank_state or {})
         self._config = config or CheckpointConfig()
         self._rank = 0
+        self.commit: Commit | None = None
+        """What the coordinator rank wrote, once it has."""
 
     @property
     def _lineage(self) -> Lineage:
@@ -142,7 +148,7 @@ class RaysumeWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002  # DCP's signature
-        commit_save(
+        self.commit = commit_save(
             self._lineage,
             [result.storage_data for own in results for result in own],
             keep=self._keep,
@@ -216,7 +222,13 @@ class RaysumeWriter(StorageWriter):
             lossless_fallbacks=encoded.lossless_fallbacks,
         )
         return RankReport(
-            receipt=receipt, base_step=ticket.base_step, values=values, paths=paths_of(planner), aliases=aliases
+            receipt=receipt,
+            base_step=ticket.base_step,
+            values=values,
+            paths=paths_of(planner),
+            aliases=aliases,
+            shared_state=self._shared_state if self._rank == 0 else {},
+            rank_state=self._rank_state,
         )
 
 

@@ -72,6 +72,16 @@ def assert_equal(one: object, other: object) -> None:
         assert (type(one), one) == (type(other), other)
 
 
+def test_plain_sections_of_a_callers_own_are_in_the_manifest_and_no_load_minds_them(tmp_path: Path) -> None:
+    shared, own = {"progress": {"step": 7}}, {"rank": 0}
+    save(tmp_path, 7, shared_state=shared, rank_state=own)
+    filled, reader = state(0), RaysumeReader(tmp_path)
+    dcp.load(filled, storage_reader=reader)
+    assert_equal(filled, state(7))
+    assert reader.manifest.shared_state["progress"] == shared["progress"]
+    assert reader.manifest.rank_states[0]["rank"] == 0
+
+
 def test_what_was_saved_is_loaded_and_verifies(tmp_path: Path) -> None:
     save(tmp_path, 7)
     filled = state(0)
