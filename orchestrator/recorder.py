@@ -131,6 +131,7 @@ class Recorder:
                     world_size=self._world_size,
                     **_memory_fields(report),
                     **_trace_fields(report),
+                    **_scaling_fields(report),
                 )
             case Evaluated(report=report):
                 self._sink.emit(
@@ -249,3 +250,10 @@ def _trace_fields(report: StepReport) -> dict[str, Any]:
         "rest_digest": report.rest_digest,
         "rng_digest": report.rng_digest,
     }
+
+
+def _scaling_fields(report: StepReport) -> dict[str, Any]:
+    """Nothing without loss scaling."""
+    if report.loss_scale is None:
+        return {}
+    return {"loss_scale": report.loss_scale, "is_update_skipped": report.is_update_skipped}

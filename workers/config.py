@@ -38,7 +38,13 @@ class ModelConfig(_Settings):
     """
 
     config: dict[str, JsonValue] = {}
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    parallelism: Literal["fsdp", "ddp"] = Field(
+        "fsdp", description="fsdp shards the state over all workers; ddp keeps it whole on each: for small models"
+    )
+    compare_replicas: bool = Field(
+        True, description="digest what every worker holds whole, and refuse a save whose digests differ"
+    )
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     activation_checkpointing: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: bool = False
 
@@ -100,6 +106,9 @@ class OptimConfig(_Settings):
     warmup_steps: int = Field(10, ge=0)
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     clip_norm: float = Field(1.0, gt=0)
+    loss_scaling: bool | None = Field(
+        None, description="scale the loss against underflow; left out: where model.compute_dtype is float16"
+    )
 
 
 class EvalConfig(_Settings):

@@ -141,11 +141,13 @@ class MemorySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedWindow:
-    """Samples that are left out of the stream because ``step`` went wrong with them. ``place``: where they begin."""
+    """Samples that are left out of the stream because ``step`` went wrong with them. ``place``: where they begin.
+    ``reason``: in a word what went wrong, "" where an older release wrote it."""
 
     place: int
     samples: int
     step: int
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +204,8 @@ class StepReport:
     not measured. ``grad_variance``: of the gradient's elements before clipping, every ``policy.evaluate_every_steps``
     steps, None in between. ``ranks_pressed``: how many ranks' device or host memory is nearly full, ``pressed_share``
     rank 0's own share in use, the larger of the two; None: not measured at this step. The digests are those of
-    `workers.step_trace`; None: the step is not traced.
+    `workers.step_trace`; None: the step is not traced. ``loss_scale``: what the loss was multiplied by, None without
+    loss scaling; ``is_update_skipped``: the gradient overflowed and changed no weight, ``grad_norm`` is infinite.
     """
 
     step: int
@@ -225,6 +228,8 @@ class StepReport:
     optimizer_digest: str | None = None
     rest_digest: str | None = None
     rng_digest: str | None = None
+    loss_scale: float | None = None
+    is_update_skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

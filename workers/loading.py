@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,6 +24,7 @@ from storage.spool_files import spool_directory
 from workers.contract import AttemptSpec, Restored
 from workers.dataset import TokenDataset
 from workers.errors import LoopMisused
+from workers.loss_scaling import build_scaler
 from workers.models import ModelTemplate, instantiate, materialize
 from workers.optim import build_optimizer, build_scheduler
 from workers.parallelize import parallelize
@@ -37,12 +39,17 @@ __all__ = ["Makers", "WarmParts", "load_state"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Makers:
-    """What a user's loop may make itself; None stands for the built-in. ``model`` is called on the meta device."""
+    """What a user's loop may make itself; None stands for the built-in. ``model`` is called on the meta device.
+
+    ``rank_trackers`` are each rank's own. ``scaler`` None: the built-in's where the settings ask for one.
+    """
 
     model: Callable[[], nn.Module] | None = None
     optimizer: Callable[[nn.Module], Optimizer] | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     trackers: Callable[[nn.Module], Mapping[str, Tracker]] | None = None
+    rank_trackers: Callable[[nn.Module], Mapping[str, Tracker]] | None = None
+    scaler: Callable[[], GradScaler] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +87,15 @@ def load_state(
         if name in trackers:
             raise ValueError(f"a tracker may not be called {name!r}: the name is taken")
         trackers[name] = tracker
-    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, trackers=trackers)
+    scaler = build_scaler(settings.optim, settings.model, parts.device) if makers.scaler is None else makers.scaler()
+    state = TrainingState(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        trackers=trackers,
+        rank_trackers={} if makers.rank_trackers is None else dict(makers.rank_trackers(model)),
+        scaler=scaler,
+    )
     if spec.restore is None:
         seed_rng(settings.seed, spec.rank, 0)
         return state

@@ -1,4 +1,4 @@
-"""Turns a meta model into a sharded one: FSDP2, then activation checkpointing, then compile, in that order.
+"""Turns a meta model into one that a World trains: FSDP2, then activation checkpointing, then compile, in that order.
 
 Neither of the last two changes a name: they replace the block's `forward` and wrap no module. Gradients are summed over
 ranks, never averaged: the loss carries the weight of its leaf, so the sum is right at any world size.
@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from workers.config import ActivationCheckpointConfig, ModelConfig
+from workers.replicated import compute_in, sum_gradients
 
 __all__ = ["Gradients", "clip_gradients", "decoder_blocks", "parallelize", "reduced_gradients", "scale_gradients"]
 
@@ -44,11 +45,24 @@ def _num_values(module: nn.Module) -> int:
 
 
 def parallelize(model: nn.Module, config: ModelConfig, mesh: DeviceMesh) -> nn.Module:
-    """Shard ``model`` over ``mesh`` in place. A world of one takes the same path."""
-    compute = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype]
+    """Shard ``model`` over ``mesh`` in place, or leave it whole on every rank. A world of one takes the same path."""
+    compute = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.compute_dtype]
+    blocks = decoder_blocks(model)
+    if config.parallelism == "ddp":
+        if compute is not torch.float32:
+            compute_in(model, compute, mesh.device_type)
+    else:
+        _shard(model, blocks, compute, mesh)
+    _checkpoint_activations(blocks, config.activation_checkpointing)
+    if config.compile:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    return model
+
+
+def _shard(model: nn.Module, blocks: list[nn.Module], compute: torch.dtype, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    blocks = decoder_blocks(model)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=scalars)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=scalars)
@@ -56,11 +70,6 @@ def parallelize(model: nn.Module, config: ModelConfig, mesh: DeviceMesh) -> nn.M
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _checkpoint_activations(blocks, config.activation_checkpointing)
-    if config.compile:
-        for block in blocks:
-            block.forward = torch.compile(block.forward)
-    return model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +88,11 @@ class Gradients:
 def reduced_gradients(model: nn.Module) -> Gradients:
     """Once per optimizer step, on every rank: all gradients, summed over ranks.
 
-    FSDP2 cannot shard a 0-dim parameter: it is replicated, and its gradients are summed over ranks here.
+    FSDP2 has summed those of what it shards in the last backward. What is whole on every rank is summed here.
     """
-    sharded: list[torch.Tensor] = []
-    replicated: list[torch.Tensor] = []
-    for parameter in model.parameters():
-        if isinstance(parameter.grad, DTensor):
-            sharded.append(parameter.grad.to_local())
-        elif parameter.grad is not None:
-            replicated.append(parameter.grad)
-    if dist.is_initialized():
-        for gradient in replicated:
-            dist.all_reduce(gradient)
+    whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    replicated = sum_gradients(whole)
+    sharded = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
     device = next(model.parameters()).device
     return Gradients(sharded=tuple(sharded), replicated=tuple(replicated), device=device)
 
@@ -98,12 +100,16 @@ def reduced_gradients(model: nn.Module) -> Gradients:
 def scale_gradients(gradients: Gradients, max_norm: float) -> torch.Tensor:
     """Scale all gradients so that their global L2 norm is at most ``max_norm``; returns the norm before.
 
-    Squares are summed in fp64, so the norm hardly depends on how shards are cut.
+    Squares are summed in fp64, so the norm hardly depends on how shards are cut. Those of what every rank holds are one
+    rank's word: machines that differ must not come to scales that differ, and their replicas apart.
     """
-    total = _sum_of_squares(gradients.sharded, gradients.device)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    whole = gradients.replicated if is_first else ()
+    parts = (_sum_of_squares(gradients.sharded, gradients.device), _sum_of_squares(whole, gradients.device))
+    totals = torch.stack(parts)
     if dist.is_initialized():
-        dist.all_reduce(total)
-    norm = (total + _sum_of_squares(gradients.replicated, gradients.device)).sqrt()
+        dist.all_reduce(totals)
+    norm = totals.sum().sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in (*gradients.sharded, *gradients.replicated):
         gradient.mul_(scale.to(gradient.dtype))

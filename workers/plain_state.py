@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from pydantic import JsonValue
+from torch.distributed.tensor import DTensor
 
 from storage.plain_values import NotPlainValue, value_to_plain
 from workers.errors import WorkersError
 
-__all__ = ["NotPlain", "from_plain", "tensor_names", "to_plain"]
+__all__ = ["NotPlain", "from_plain", "numbers", "tensor_names", "to_plain"]
 
 _TENSOR = "__tensor__"
 
@@ -33,12 +34,15 @@ class NotPlain(WorkersError):
         )
 
 
-def to_plain(value: object, name: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
-    """``value`` as JSON; tensors in it are put into ``tensors`` under their path and referred to by it."""
+def to_plain(value: object, name: str, tensors: dict[str, torch.Tensor] | None) -> JsonValue:
+    """``value`` as JSON; tensors in it are put into ``tensors`` under their path and referred to by it. None: there is
+    no place for tensors here, and one is refused like anything else."""
 
     def reference(part: object, path: str) -> JsonValue | None:
         if not isinstance(part, torch.Tensor):
             return None
+        if tensors is None:
+            raise NotPlain(path, f"a tensor of shape {tuple(part.shape)} where only plain values are kept")
         tensors[path] = part
         return {_TENSOR: path}
 
@@ -46,6 +50,18 @@ def to_plain(value: object, name: str, tensors: dict[str, torch.Tensor]) -> Json
         return value_to_plain(value, name, other=reference)
     except NotPlainValue as error:
         raise NotPlain(error.name, error.found) from None
+
+
+def numbers(value: Any) -> Any:
+    """``value`` with each tensor of one element as the number in it: a learning rate may be either."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not isinstance(value, DTensor):
+        return value.item()
+    if isinstance(value, list | tuple):
+        items = [numbers(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if type(value) is dict:
+        return {key: numbers(item) for key, item in value.items()}
+    return value
 
 
 def from_plain(value: JsonValue, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from pydantic import JsonValue
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -31,6 +32,7 @@ from workers.evaluation import evaluate
 from workers.groups import Groups
 from workers.heartbeat import Pulse
 from workers.loading import Makers, WarmParts, load_state
+from workers.loss_scaling import LossScaling
 from workers.memory_pressure import MemoryPressure
 from workers.order_desk import OrderDesk
 from workers.save_share import ShareMeter
@@ -59,6 +61,7 @@ class _InFlight:
     step: int
     reading: Reading
     finished_at_s: float
+    scaling: LossScaling
     trace: StepTrace | None
 
 
@@ -155,10 +158,13 @@ class Session:
         make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
         make_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         make_trackers: Callable[[nn.Module], Mapping[str, Tracker]] | None = None,
+        make_rank_trackers: Callable[[nn.Module], Mapping[str, Tracker]] | None = None,
+        make_scaler: Callable[[], GradScaler] | None = None,
     ) -> TrainingState:
         """Build and restore the state with a model, optimizer, schedule or trackers of one's own; once, at the start.
 
         ``make_model`` runs on the meta device and gives an unsharded model; `loss` expects a Hugging Face causal LM.
+        ``make_rank_trackers``: state that differs from rank to rank, each comes back to its own (`rank` says which).
         """
         if self._state is not None:
             raise LoopMisused("session.build must be the first call of a loop: the state has been built already")
@@ -171,7 +177,14 @@ class Session:
             allow_changed=settings.data.allow_changed or spec.data_override,
         )
         state = load_state(
-            Makers(model=make_model, optimizer=make_optimizer, scheduler=make_scheduler, trackers=make_trackers),
+            Makers(
+                model=make_model,
+                optimizer=make_optimizer,
+                scheduler=make_scheduler,
+                trackers=make_trackers,
+                rank_trackers=make_rank_trackers,
+                scaler=make_scaler,
+            ),
             settings=settings,
             spec=spec,
             parts=self._parts,
@@ -223,7 +236,9 @@ class Session:
         before = self._in_flight
         finished_at_s = time.time()
         trace = self._tracer.take(step.number, lambda: self.state)
-        self._in_flight = _InFlight(step=step.number, reading=reading, finished_at_s=finished_at_s, trace=trace)
+        self._in_flight = _InFlight(
+            step=step.number, reading=reading, finished_at_s=finished_at_s, scaling=step.scaling, trace=trace
+        )
         if before is not None:
             self._absorb(before)
         if self._finished_step == self._base_step:
@@ -338,11 +353,20 @@ class Session:
             raise RanksDisagree(self.rank, in_flight.step, totals.mean_step)
         loss, grad_norm = totals.loss, totals.grad_norm
         # Before anything else learns of the step: all ranks end here together, and nothing of it was staged for a save.
-        self._step_check.require_sound(in_flight.step, loss=loss, grad_norm=grad_norm, before=self.state.progress)
+        self._step_check.require_sound(
+            in_flight.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            before=self.state.progress,
+            is_overflow=in_flight.scaling.is_overflow,
+        )
         self._saving.learn(in_flight.step, totals)
         self.statistics.add(loss=loss, grad_norm=grad_norm)
         progress = self.state.progress
-        advance(progress, in_flight.step, totals.leaf_digests, self._settings.data, self._parts.dataset.num_rows)
+        data, num_rows = self._settings.data, self._parts.dataset.num_rows
+        advance(progress, in_flight.step, totals.leaf_digests, data, num_rows, self._spec.world)
         if self._courier is not None:
             memory = self._saving.memory
-            self._courier.report(report_of(progress, totals, in_flight.finished_at_s, memory, in_flight.trace))
+            self._courier.report(
+                report_of(progress, totals, in_flight.finished_at_s, memory, in_flight.trace, in_flight.scaling)
+            )

@@ -28,9 +28,12 @@ class StepCheck:
         self._must_be_finite, self._loss_spike = must_be_finite, loss_spike
         self._losses: deque[float] = deque(maxlen=_WINDOW)
 
-    def require_sound(self, step: int, *, loss: float, grad_norm: float, before: Progress) -> None:
-        """Raises StepRejected with the samples of the step, which began where ``before`` stands."""
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    def require_sound(
+        self, step: int, *, loss: float, grad_norm: float, before: Progress, is_overflow: bool = False
+    ) -> None:
+        """Raises StepRejected with the samples of the step, which began where ``before`` stands. ``is_overflow``: its
+        gradient overflowed by loss scaling and was not applied, so only its loss is judged."""
+        if not (math.isfinite(loss) and (is_overflow or math.isfinite(grad_norm))):
             if self._must_be_finite:
                 raise self._rejection(StepNotFinite, step, f"loss {loss:g}, gradient norm {grad_norm:g}", before)
             return
@@ -42,5 +45,6 @@ class StepCheck:
 
     def _rejection(self, kind: type[StepRejected], step: int, reason: str, before: Progress) -> StepRejected:
         places = spans(before.position, self._global_batch, before.skipped)
-        windows = tuple(SkippedWindow(place=place, samples=count, step=step) for place, count in places)
+        word = "loss-spike" if kind is LossSpike else "not-finite"
+        windows = tuple(SkippedWindow(place=place, samples=count, step=step, reason=word) for place, count in places)
         return kind(self._rank, step, reason, windows)

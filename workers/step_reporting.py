@@ -6,6 +6,7 @@ from typing import Protocol
 
 from workers.contract import StepReport
 from workers.gradient_statistics import element_variance
+from workers.loss_scaling import LossScaling
 from workers.state import Progress
 from workers.step_trace import StepTrace
 from workers.step_vector import StepTotals
@@ -29,8 +30,9 @@ def report_of(
     finished_at_s: float,
     memory: MemoryFacts | None = None,
     trace: StepTrace | None = None,
+    scaling: LossScaling | None = None,
 ) -> StepReport:
-    """``progress`` stands at the step that ``totals`` and ``trace`` are of."""
+    """``progress`` stands at the step that ``totals``, ``trace`` and ``scaling`` are of."""
     return StepReport(
         step=progress.step,
         loss=totals.loss,
@@ -52,4 +54,6 @@ def report_of(
         optimizer_digest=None if trace is None else trace.optimizer,
         rest_digest=None if trace is None else trace.rest,
         rng_digest=None if trace is None else trace.rng,
+        loss_scale=None if scaling is None else scaling.scale,
+        is_update_skipped=scaling is not None and scaling.is_skipped,
     )

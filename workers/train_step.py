@@ -16,9 +16,11 @@ from workers.errors import LoopMisused
 from workers.evaluation import move_leaf
 from workers.gradient_statistics import GradientSum, sum_elements
 from workers.local_step import step_locally
+from workers.loss_scaling import LossScaling
 from workers.parallelize import reduced_gradients, scale_gradients
 from workers.reduction import leaf_weight, num_rounds
 from workers.sample_order import leaf_digest
+from workers.schedule import advance_schedule
 from workers.state import TrainingState
 from workers.stream import Leaf, LeafStream
 
@@ -48,6 +50,7 @@ class TrainStep:
         self._num_leaves, self._rank, self._world_size, self._clip_norm = num_leaves, rank, world_size, clip_norm
         self._measured = measured
         self._started_at = time.monotonic()
+        self.scaling = LossScaling(state.scaler)
         self.losses: dict[int, torch.Tensor] = {}
         self.digests: dict[int, int] = {}
         self.grad_norm: torch.Tensor | None = None
@@ -67,7 +70,7 @@ class TrainStep:
     def backward(self, leaf: Leaf, loss: torch.Tensor) -> None:
         """Add the leaf's share of the gradient; a surplus leaf adds zero and leaves no trace in the records."""
         weight = leaf_weight(num_leaves=self._num_leaves, is_surplus=leaf.is_surplus)
-        torch.autograd.backward(loss * weight)
+        torch.autograd.backward(self.scaling.scaled(loss * weight))
         if leaf.is_surplus:
             return
         if leaf.index in self.losses:
@@ -76,19 +79,25 @@ class TrainStep:
         self.digests[leaf.index] = leaf_digest(leaf.sample_ids)
 
     def apply(self) -> torch.Tensor:
-        """Clip, update weights, move the schedule on, drop gradients. Returns the gradient norm before clipping."""
+        """Clip, update weights, move the schedule on, drop gradients. Returns the gradient norm before clipping.
+
+        Where scaling the loss made a gradient overflow, weights and optimizer stay as they are, on all ranks. It is a
+        step all the same: its samples are consumed, it is counted, and the schedule, a function of the step, moves on.
+        """
         if self.grad_norm is not None:
             raise LoopMisused(f"step {self.number}: apply was called twice")
         self._check()
         state = self._state
         gradients = reduced_gradients(state.model)
+        self.scaling.unscale(gradients)
         if self._measured:
             self.gradient_sum = sum_elements(gradients.counted_by(self._rank), gradients.device)
-        self.grad_norm = scale_gradients(gradients, self._clip_norm)
+        self.grad_norm = self.scaling.judge(scale_gradients(gradients, self._clip_norm), state.optimizer)
         del gradients
         self.lr = float(state.optimizer.param_groups[0]["lr"])
-        step_locally(state.optimizer)
-        state.scheduler.step()
+        if not self.scaling.is_skipped:
+            step_locally(state.optimizer)
+        advance_schedule(state.scheduler, is_update_skipped=self.scaling.is_skipped)
         state.optimizer.zero_grad(set_to_none=True)
         return self.grad_norm
 
