@@ -38,7 +38,7 @@ __all__ = ["RestoreReport", "read_manifest", "restore"]
 logger = logging.getLogger(__name__)
 
 # How a step is computed, not what: these follow the machine that resumes, not the one that saved.
-_LATER_PROGRESS = frozenset({"skipped"})  # Checkpoints of older releases do not have it
+_LATER_PROGRESS = frozenset({"skipped", "ledger"})  # Checkpoints of older releases do not have it
 _LOCAL_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from workers.advance import advance
+from workers.advance import advance, begin
 from workers.compute_clock import ComputeClock
 from workers.contract import AttemptSpec, EvalReport, Phase
 from workers.courier import Courier
@@ -325,6 +325,7 @@ class Session:
             self._data_patience,
             skipped=progress.skipped,
         )
+        begin(progress, stream.order, self._spec.skipped)
         stream.seek(step + 1, progress.position)
         self._stream = stream
         self._clock.attach(state.model)

@@ -10,9 +10,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["EMPTY_CHAIN", "Progress", "Tracker", "TrainingState"]
+from workers.ledger import EMPTY_CHAIN
 
-EMPTY_CHAIN = "0" * 32
+__all__ = ["EMPTY_CHAIN", "Progress", "Tracker", "TrainingState"]
 
 
 @runtime_checkable
@@ -30,6 +30,7 @@ class Progress:
 
     ``position``: samples consumed since step 0; ``sample_chain``: chained xxh3_128 over the ids of those samples.
     ``skipped``: windows of the stream that are left out, see `workers.skipped_windows`; no part of ``position``.
+    ``ledger``: how it came here, see `workers.ledger`; "" before an Attempt has begun with it.
     """
 
     step: int = 0
@@ -40,6 +41,7 @@ class Progress:
     best_metric: float | None = None
     best_step: int | None = None
     skipped: tuple[tuple[int, int], ...] = ()
+    ledger: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -121,6 +121,11 @@ class LeafStream:
         self._step, self._consumed, self._position = 0, 0, 0
 
     @property
+    def order(self) -> SampleOrder:
+        """Which row comes at which place, left out or not."""
+        return self._order
+
+    @property
     def num_leaves(self) -> int:
         """Leaves of one step over all ranks, without surplus."""
         return self._config.num_leaves
