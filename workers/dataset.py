@@ -1,12 +1,12 @@
 """Reads token rows of a dataset from any object store by range, with bounded memory and every id checked.
 
-A row group is fetched whole, verified by Parquet's page checksums, checked against the vocabulary and kept among the
-few most recently used. An instance is used by one thread; a copy sent to another process opens the store anew.
+A row group is fetched whole, verified, checked against the vocabulary and kept among the few most recently used. One
+thread at a time reads; a copy sent to another process opens the store anew. Opening files is `row_group_files`.
 """
 
 from __future__ import annotations
 
-import io
+import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,24 +15,27 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from storage.config import StoreConfig
-from storage.errors import ObjectMissing
-from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from workers.data_errors import DataError
 from workers.dataset_card import DataFile, DatasetCard, Split, load_card
-from workers.sample_order import SampleOrder, SourceRows
+from workers.row_group_files import RowGroupFile, open_row_groups
+from workers.sample_order import SampleOrder, Shuffle, SourceRows
 
-__all__ = ["TokenDataset"]
+__all__ = ["CACHED_ROW_GROUPS", "TokenDataset", "cached_groups"]
 
+Ids = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int64]
 _Stored = npt.NDArray[np.integer]
 
 CACHED_ROW_GROUPS: Final = 32
 OPEN_FILES: Final = 8
+
+
+def cached_groups(shuffle: Shuffle, window_groups: int) -> int:
+    """Row groups worth keeping: of blocks one window and the next, which a leaf on their border needs both."""
+    return 2 * window_groups if shuffle == "blocks" else CACHED_ROW_GROUPS
 
 
 class TokenDataset:
@@ -52,8 +55,10 @@ class TokenDataset:
         self._store = open_store(url, self._config)
         self._files = card.files_of(split)
         self._first_rows = [0, *accumulate(file.rows for file in self._files)]
-        self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+        self._open: OrderedDict[str, RowGroupFile] = OrderedDict()
         self._row_groups: OrderedDict[tuple[str, int], _Stored] = OrderedDict()
+        # A stream that was closed in the middle of a read may still be reading while the next one begins.
+        self._one_at_a_time = threading.Lock()
 
     @classmethod
     def open(cls, url: str, split: Split, config: StoreConfig | None = None) -> TokenDataset:
@@ -69,12 +74,31 @@ class TokenDataset:
     def num_rows(self) -> int:
         return self._first_rows[-1]
 
-    def order(self, seed: int) -> SampleOrder:
-        """The order of this dataset alone."""
-        rows = SourceRows(name="data", num_rows=self.num_rows, block_rows=self.card.row_group_rows)
-        return SampleOrder(seed=seed, sources=(rows,))
+    @property
+    def sequence_length(self) -> int:
+        return self.card.sequence_length
 
-    def rows(self, row_ids: Sequence[int] | Tokens) -> Tokens:
+    @property
+    def cards(self) -> tuple[DatasetCard, ...]:
+        return (self.card,)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Memory that the kept row groups take."""
+        return sum(tokens.nbytes for tokens in self._row_groups.values())
+
+    def order(self, seed: int, *, shuffle: Shuffle = "rows", window_groups: int = 1) -> SampleOrder:
+        """The order of this dataset alone. Raises DataError when it has no rows."""
+        if not self.num_rows:
+            raise DataError(f"{self.url} has no rows in its {self.split} split")
+        rows = SourceRows(name="data", num_rows=self.num_rows, block_rows=self.card.row_group_rows)
+        return SampleOrder(seed=seed, sources=(rows,), shuffle=shuffle, window_blocks=window_groups)
+
+    def in_turn(self, numbers: Ids) -> Ids:
+        """Ids of the rows with these numbers when rows are taken one after the other, as an evaluation does."""
+        return numbers
+
+    def rows(self, row_ids: Sequence[int] | Ids) -> Tokens:
         """The rows of these ids in this order, shape [n, sequence_length + 1]. Raises DataError on a bad token id."""
         ids = np.asarray(row_ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_rows):
@@ -85,10 +109,11 @@ class TokenDataset:
             file_index = bisect_right(self._first_rows, row_id) - 1
             row_group, row = divmod(row_id - self._first_rows[file_index], self.card.row_group_rows)
             wanted.setdefault((file_index, row_group), []).append((place, row))
-        for (file_index, row_group), pairs in wanted.items():
-            tokens = self._row_group(self._files[file_index], row_group)
-            places, rows = zip(*pairs, strict=True)
-            result[list(places)] = tokens[list(rows)]
+        with self._one_at_a_time:
+            for (file_index, row_group), pairs in wanted.items():
+                tokens = self._row_group(self._files[file_index], row_group)
+                places, rows = zip(*pairs, strict=True)
+                result[list(places)] = tokens[list(rows)]
         return result
 
     def _row_group(self, file: DataFile, row_group: int) -> _Stored:
@@ -106,13 +131,7 @@ class TokenDataset:
 
     def _read(self, file: DataFile, row_group: int) -> _Stored:
         row_length = self.card.sequence_length + 1
-        try:
-            column = self._parquet(file).read_row_group(row_group, columns=["tokens"]).column("tokens")
-            flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        except ObjectMissing as error:
-            raise DataError("the file is missing although the card names it", file.name) from error
-        except (pa.ArrowException, OSError, KeyError) as error:
-            raise DataError(f"not readable: {error}", file.name, row_group=row_group) from error
+        flat = self._file(file).read(row_group)
         expected = min(self.card.row_group_rows, file.rows - row_group * self.card.row_group_rows)
         if flat.dtype.kind not in "iu" or flat.size != expected * row_length:
             raise DataError(
@@ -120,8 +139,7 @@ class TokenDataset:
                 file.name,
                 row_group=row_group,
             )
-        tokens: _Stored = flat.reshape(expected, row_length)
-        return tokens
+        return flat.reshape(expected, row_length)
 
     def _check_ids(self, file: DataFile, row_group: int, tokens: _Stored) -> None:
         vocab_size = self.card.vocab_size
@@ -135,51 +153,13 @@ class TokenDataset:
             row_group,
         )
 
-    def _parquet(self, file: DataFile) -> pq.ParquetFile:
+    def _file(self, file: DataFile) -> RowGroupFile:
         opened = self._open.get(file.name)
         if opened is not None:
             self._open.move_to_end(file.name)
             return opened
-        source = pa.PythonFile(_RangedFile(self._store, file, self._config.deadline_s), mode="r")
-        opened = pq.ParquetFile(source, page_checksum_verification=True)
-        found = (opened.metadata.num_rows, opened.metadata.num_row_groups)
-        if found != (file.rows, file.row_groups):
-            raise DataError(
-                f"holds {found[0]} rows in {found[1]} row groups; the card says {file.rows} in {file.row_groups}",
-                file.name,
-            )
+        opened = open_row_groups(self._store, file, deadline_s=self._config.deadline_s)
         self._open[file.name] = opened
         if len(self._open) > OPEN_FILES:
             self._open.popitem(last=False)
         return opened
-
-
-class _RangedFile(io.RawIOBase):
-    """An object of known size as a file that fetches exactly what is read."""
-
-    def __init__(self, store: ObjectStore, file: DataFile, deadline_s: float) -> None:
-        self._store, self._key, self._size, self._deadline_s = store, file.name, file.size, deadline_s
-        self._offset = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._offset
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._size}[whence]
-        self._offset = base + offset
-        return self._offset
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._offset)
-        length = left if size is None or size < 0 else min(size, left)
-        if not length:
-            return b""
-        data = self._store.get_range(self._key, self._offset, length, deadline_s=self._deadline_s)
-        self._offset += len(data)
-        return data

@@ -21,6 +21,7 @@ __all__ = [
     "CARD_VERSION",
     "TOKENIZER_KEY",
     "DataFile",
+    "DataFormat",
     "DatasetCard",
     "SourceSummary",
     "Split",
@@ -37,6 +38,7 @@ CARD_VERSION: Final = 1
 
 Split = Literal["train", "validation"]
 TokenType = Literal["uint16", "uint32"]
+DataFormat = Literal["parquet", "arrow"]
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 Digest128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -46,9 +48,10 @@ class _Record(BaseModel):
 
 
 class DataFile(_Record):
-    """One Parquet file. Every row group holds ``DatasetCard.row_group_rows`` rows, the last of a file maybe fewer."""
+    """One Parquet or Arrow IPC file. A row group is a record batch in the latter. Every row group holds
+    ``DatasetCard.row_group_rows`` rows, the last of a file maybe fewer."""
 
-    name: str = Field(pattern=r"^(train|validation)-\d{5}\.parquet$")
+    name: str = Field(pattern=r"^(train|validation)-\d{5}\.(parquet|arrow)$")
     split: Split
     rows: int = Field(ge=1)
     row_groups: int = Field(ge=1)

@@ -1,4 +1,4 @@
-"""Writes packed token rows as a dataset: Parquet files, the tokenizer, and last of all the card.
+"""Writes packed token rows as a dataset: Parquet or Arrow IPC files, the tokenizer, and last of all the card.
 
 Packing: the token stream of all documents, each followed by the end-of-text id, is cut into rows of
 ``sequence_length + 1`` tokens with stride ``sequence_length``. A row's last token is the next row's first, so inputs
@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import xxhash
 
@@ -25,12 +26,14 @@ from workers.dataset_card import (
     CARD_KEY,
     TOKENIZER_KEY,
     DataFile,
+    DataFormat,
     DatasetCard,
     SourceSummary,
     Split,
     TokenType,
     make_fingerprint,
 )
+from workers.row_group_files import BATCH_DIGEST, NUM_ROWS, batch_digest
 
 __all__ = ["DatasetWriter", "default_row_group_rows", "refuse_existing", "token_type"]
 
@@ -84,9 +87,10 @@ class DatasetWriter:
         dtype: TokenType | None = None,
         row_group_rows: int | None = None,
         file_rows: int | None = None,
+        data_format: DataFormat = "parquet",
         deadline_s: float = 120.0,
     ) -> None:
-        self._store, self._deadline_s = store, deadline_s
+        self._store, self._deadline_s, self._format = store, deadline_s, data_format
         self._sequence_length, self._vocab_size = sequence_length, vocab_size
         self._end_of_text_id = end_of_text_id
         self._dtype: TokenType = dtype or token_type(vocab_size)
@@ -211,19 +215,9 @@ class DatasetWriter:
 
     def _write_file(self, split: Split, rows: npt.NDArray[np.unsignedinteger]) -> None:
         number = sum(file.split == split for file in self._files)
-        name = f"{split}-{number:05d}.parquet"
-        tokens = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
-        buffer = io.BytesIO()
-        pq.write_table(
-            pa.table({"tokens": tokens}),
-            buffer,
-            row_group_size=self._row_group_rows,
-            compression="zstd",
-            use_dictionary=False,
-            write_statistics=False,
-            write_page_checksum=True,
-        )
-        data = buffer.getvalue()
+        name = f"{split}-{number:05d}.{self._format}"
+        write = _parquet_bytes if self._format == "parquet" else _arrow_bytes
+        data = write(rows, self._row_group_rows)
         self._store.put(name, data, deadline_s=self._deadline_s)
         self._files.append(
             DataFile(
@@ -235,3 +229,33 @@ class DatasetWriter:
                 digest=xxhash.xxh3_128_hexdigest(data),
             )
         )
+
+
+def _tokens(rows: npt.NDArray[np.unsignedinteger]) -> pa.FixedSizeListArray:
+    return pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+
+
+def _parquet_bytes(rows: npt.NDArray[np.unsignedinteger], row_group_rows: int) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(
+        pa.table({"tokens": _tokens(rows)}),
+        buffer,
+        row_group_size=row_group_rows,
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
+        write_page_checksum=True,
+    )
+    return buffer.getvalue()
+
+
+def _arrow_bytes(rows: npt.NDArray[np.unsignedinteger], row_group_rows: int) -> bytes:
+    """Not compressed: a batch is read with nothing to undo. Its digest travels with it, for Arrow has no checksums."""
+    buffer = io.BytesIO()
+    schema = pa.schema([("tokens", _tokens(rows[:1]).type)], metadata={NUM_ROWS: str(len(rows)).encode()})
+    with pyarrow.ipc.new_file(buffer, schema) as writer:
+        for number, first in enumerate(range(0, len(rows), row_group_rows)):
+            part = rows[first : first + row_group_rows]
+            batch = pa.record_batch([_tokens(part)], schema=schema)
+            writer.write_batch(batch, custom_metadata={BATCH_DIGEST: batch_digest(number, part).encode()})
+    return buffer.getvalue()

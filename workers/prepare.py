@@ -1,4 +1,4 @@
-"""Makes a dataset from text: trains a byte-level BPE tokenizer, encodes every document and hands the ids to the writer.
+"""Makes a dataset from text: trains a byte-level BPE tokenizer or takes one, encodes every document, hands the ids on.
 
 The same source, settings and library versions give the same fingerprint. Memory is bounded whatever the source's size.
 Reading sources is `prepare_sources`, packing and files are `dataset_writer`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -17,10 +18,11 @@ import xxhash
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from storage.config import StoreConfig
+from storage.errors import ObjectMissing
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from workers.data_errors import DataError
-from workers.dataset_card import TOKENIZER_KEY, DatasetCard, SourceSummary
+from workers.dataset_card import TOKENIZER_KEY, DataFormat, DatasetCard, SourceSummary
 from workers.dataset_writer import DatasetWriter, refuse_existing
 from workers.prepare_sources import Piece, Source, find_source
 
@@ -35,7 +37,7 @@ END_OF_TEXT: Final = "<|endoftext|>"
 END_OF_TEXT_ID: Final = 0  # the trainer numbers special tokens first
 TOKENIZER_SAMPLE_BYTES: Final = 16 << 20
 ENCODE_BATCH_BYTES: Final = 2 << 20
-_OF_A_DATASET: Final = re.compile(rf"(train|validation)-\d{{5}}\.parquet|{re.escape(TOKENIZER_KEY)}")
+_OF_A_DATASET: Final = re.compile(rf"(train|validation)-\d{{5}}\.(parquet|arrow)|{re.escape(TOKENIZER_KEY)}")
 
 
 def prepare_dataset(
@@ -49,16 +51,26 @@ def prepare_dataset(
     validation_fraction: float = 0.01,
     store_config: StoreConfig | None = None,
     row_group_rows: int | None = None,
+    data_format: DataFormat = "parquet",
+    tokenizer_of: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> DatasetCard:
-    """Make the dataset at ``url`` from ``source`` ('stdlib', or a file or folder). Raises DataError on bad input."""
+    """Make the dataset at ``url`` from ``source`` ('stdlib', or a file or folder). Raises DataError on bad input.
+
+    ``tokenizer_of``: the dataset, or the tokenizer's file, whose tokenizer is taken; ``vocab_size`` is then its own.
+    """
     config = store_config or StoreConfig()
     store = open_store(url, config)
     _refuse_occupied(store, config.deadline_s)
     found = find_source(source)
     total = found.num_bytes if max_bytes is None else min(found.num_bytes, max_bytes)
     report = progress or _no_progress
-    tokenizer = _train_tokenizer(found, vocab_size=vocab_size, max_bytes=max_bytes, total=total, report=report)
+    if tokenizer_of is None:
+        trained = _train_tokenizer(found, vocab_size=vocab_size, max_bytes=max_bytes, total=total, report=report)
+        stored = trained.to_str(pretty=True).encode()
+    else:
+        stored = _stored_tokenizer(tokenizer_of, config)
+    tokenizer = _load_tokenizer(stored, tokenizer_of or source)
     writer = DatasetWriter(
         store,
         sequence_length=sequence_length,
@@ -67,6 +79,7 @@ def prepare_dataset(
         validation_fraction=validation_fraction,
         seed=seed,
         row_group_rows=row_group_rows,
+        data_format=data_format,
         deadline_s=config.deadline_s,
     )
     num_documents = num_bytes = 0
@@ -81,7 +94,7 @@ def prepare_dataset(
         num_bytes=num_bytes,
         skipped_files=found.skipped_files,
     )
-    return writer.finish(tokenizer=tokenizer.to_str(pretty=True).encode(), source=summary)
+    return writer.finish(tokenizer=stored, source=summary)
 
 
 def _refuse_occupied(store: ObjectStore, deadline_s: float) -> None:
@@ -91,6 +104,29 @@ def _refuse_occupied(store: ObjectStore, deadline_s: float) -> None:
     if foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise DataError(f"{store.url} holds files that are no dataset: {shown}; choose an empty place")
+
+
+def _stored_tokenizer(place: str, config: StoreConfig) -> bytes:
+    """The tokenizer's bytes as they are, so that datasets which share it agree in its digest."""
+    path = Path(place).expanduser()
+    if "://" not in place and path.is_file():
+        return path.read_bytes()
+    try:
+        return open_store(place, config).get(TOKENIZER_KEY, deadline_s=config.deadline_s)
+    except ObjectMissing as error:
+        raise DataError(f"{place} is neither a dataset with a {TOKENIZER_KEY} nor a tokenizer's file") from error
+
+
+def _load_tokenizer(stored: bytes, place: str) -> Tokenizer:
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_str(stored.decode())
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"no tokenizer that can be read: {error}", file=place) from error
+    if tokenizer.token_to_id(END_OF_TEXT) != END_OF_TEXT_ID:
+        raise DataError(f"the tokenizer's id {END_OF_TEXT_ID} is not {END_OF_TEXT}, which ends documents", file=place)
+    # Text that spells the end-of-text mark is text, not the end of a document.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -116,8 +152,6 @@ def _train_tokenizer(
     )
     sample = _sample(source.pieces(max_bytes), total, report)
     tokenizer.train_from_iterator(sample, trainer=trainer)
-    # Text that spells the end-of-text mark is text, not the end of a document.
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
+from storage.memory_store import MemoryStore
 from storage.open_store import open_store
 from tests.fakes.token_datasets import write_numbered_rows
 from workers.data_errors import DataError, DatasetChanged
 from workers.dataset import TokenDataset
 from workers.dataset_card import (
     CARD_KEY,
+    DataFormat,
     DatasetCard,
     SourceSummary,
     check_fingerprint,
@@ -37,10 +40,13 @@ def replace_tokens(folder: Path, name: str, rows: np.ndarray, row_group_rows: in
     (folder / CARD_KEY).write_text(json.dumps(card))
 
 
+@pytest.mark.parametrize("data_format", ["parquet", "arrow"])
 @pytest.mark.parametrize("url", ["memory://read", "folder"])
-def test_rows_come_in_the_order_asked_across_files_and_row_groups(tmp_path: Path, url: str) -> None:
-    url = str(tmp_path / "data") if url == "folder" else url
-    write_numbered_rows(url, 19, validation_rows=3)
+def test_rows_come_in_the_order_asked_across_files_and_row_groups(
+    tmp_path: Path, url: str, data_format: DataFormat
+) -> None:
+    url = str(tmp_path / "data") if url == "folder" else f"{url}-{data_format}"
+    write_numbered_rows(url, 19, validation_rows=3, data_format=data_format)
     dataset = TokenDataset.open(url, "train")
     asked = [18, 0, 7, 8, 7, 11, 3]
     rows = dataset.rows(asked)
@@ -57,12 +63,15 @@ def test_a_pickled_copy_reads_the_same(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(dataset)).rows([9])[0].tolist() == [9] * 5
 
 
-def test_memory_holds_a_few_row_groups_and_open_files_however_many_are_read() -> None:
-    write_numbered_rows("memory://bounded", 200)
-    dataset = TokenDataset("memory://bounded", load_card(open_store("memory://bounded")), "train", cached_row_groups=3)
+@pytest.mark.parametrize("data_format", ["parquet", "arrow"])
+def test_memory_holds_a_few_row_groups_and_open_files_however_many_are_read(data_format: DataFormat) -> None:
+    url = f"memory://bounded-{data_format}"
+    write_numbered_rows(url, 200, data_format=data_format)
+    dataset = TokenDataset(url, load_card(open_store(url)), "train", cached_row_groups=3)
     order = np.random.default_rng(0).permutation(200)
     assert dataset.rows(order)[:, 0].tolist() == order.tolist()
-    assert len(dataset._row_groups) == 3
+    assert dataset.cached_bytes == 3 * 4 * 5 * 2  # three row groups of four rows of five uint16
+    assert all(tokens.base is None or tokens.base.nbytes == tokens.nbytes for tokens in dataset._row_groups.values())
     assert len(dataset._open) <= 8
 
 
@@ -115,6 +124,74 @@ def test_any_bit_flipped_in_the_tokens_is_noticed_by_the_page_checksum(tmp_path:
         path.write_bytes(bytes(damaged))
         with pytest.raises(DataError, match=r"train-00000\.parquet, row group 0: not readable"):
             TokenDataset.open(str(tmp_path), "train").rows([0])
+
+
+def test_any_bit_flipped_in_an_arrow_file_is_noticed_with_file_and_batch(tmp_path: Path) -> None:
+    """Arrow has no checksums of its own. What is not noticed may only be padding, which changes no token."""
+    write_numbered_rows(str(tmp_path), 24, data_format="arrow", row_group_rows=12, sequence_length=31)
+    path = tmp_path / "train-00000.arrow"
+    whole = path.read_bytes()
+    found = 0
+    for place in range(0, len(whole), 11):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(bytes(damaged))
+        dataset = TokenDataset.open(str(tmp_path), "train")
+        for batch in range(2):
+            try:
+                rows = dataset.rows(range(12 * batch, 12 * batch + 12))
+            except DataError as error:
+                found += (error.file, error.row_group) == ("train-00000.arrow", batch)
+            else:
+                assert rows.tolist() == [[row] * 32 for row in range(12 * batch, 12 * batch + 12)]
+    assert found > 24 * 32 * 2 // 11  # every flip in the tokens, and more
+
+
+def test_a_flipped_bit_of_a_token_names_the_arrow_file_and_the_batch(tmp_path: Path) -> None:
+    write_numbered_rows(str(tmp_path), 24, data_format="arrow", row_group_rows=12, sequence_length=31)
+    path = tmp_path / "train-00000.arrow"
+    tokens = np.repeat(np.arange(12, 24, dtype="<u2"), 32).tobytes()
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.index(tokens) + 100] ^= 1
+    path.write_bytes(bytes(damaged))
+    dataset = TokenDataset.open(str(tmp_path), "train")
+    assert dataset.rows([0])[0, 0] == 0
+    with pytest.raises(DataError, match=r"train-00000\.arrow, row group 1: not readable: record batch 1 has digest"):
+        dataset.rows([12])
+
+
+def test_batches_of_an_arrow_file_that_changed_places_are_refused(tmp_path: Path) -> None:
+    write_numbered_rows(str(tmp_path), 8, data_format="arrow")
+    path = tmp_path / "train-00000.arrow"
+    with pa.ipc.open_file(path.read_bytes()) as reader:
+        found = [reader.get_batch_with_custom_metadata(number) for number in (1, 0)]
+        schema = reader.schema
+    with pa.ipc.new_file(str(path), schema) as writer:
+        for one in found:
+            writer.write_batch(one.batch, custom_metadata=one.custom_metadata)
+    with pytest.raises(DataError, match=r"row group 0: not readable: record batch 0 has digest"):
+        TokenDataset.open(str(tmp_path), "train").rows([0])
+
+
+@pytest.mark.parametrize("data_format", ["parquet", "arrow"])
+def test_one_request_reads_one_row_group_and_nothing_else(
+    data_format: DataFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://requests-{data_format}"
+    card = write_numbered_rows(url, 64, data_format=data_format, row_group_rows=32, sequence_length=255)
+    dataset = TokenDataset.open(url, "train")
+    dataset.rows([0])
+    asked: list[int] = []
+    get_range = MemoryStore.get_range
+
+    def counted(store: MemoryStore, key: str, offset: int, length: int, *, deadline_s: float = 60.0) -> bytes:
+        asked.append(length)
+        return get_range(store, key, offset, length, deadline_s=deadline_s)
+
+    monkeypatch.setattr(MemoryStore, "get_range", counted)
+    dataset.rows([32, 50, 63])
+    assert len(asked) == 1
+    assert asked[0] < card.files[0].size * 0.6
 
 
 def test_a_file_with_other_rows_than_the_card_says_is_refused(tmp_path: Path) -> None:

@@ -165,6 +165,31 @@ def test_jsonl_and_parquet_of_the_same_texts_give_the_same_rows(tmp_path: Path) 
     assert np.array_equal(all_tokens(str(tmp_path / "data-jsonl")), all_tokens(str(tmp_path / "data-parquet")))
 
 
+def test_both_formats_hold_the_same_rows(tree: Path, tmp_path: Path) -> None:
+    cards = [prepare(tree, str(tmp_path / kind), data_format=kind) for kind in ("parquet", "arrow")]
+    assert np.array_equal(all_tokens(str(tmp_path / "parquet")), all_tokens(str(tmp_path / "arrow")))
+    assert {file.name.rpartition(".")[2] for file in cards[1].files} == {"arrow"}
+    assert cards[0].tokenizer_digest == cards[1].tokenizer_digest
+
+
+@pytest.mark.parametrize("place", ["", f"/{TOKENIZER_KEY}"])
+def test_a_second_dataset_can_take_the_tokenizer_of_the_first(tree: Path, tmp_path: Path, place: str) -> None:
+    first = prepare(tree, str(tmp_path / "first"))
+    (tmp_path / "other.txt").write_text("zebras graze quietly beyond the quarry\n" * 400)
+    own = prepare(tmp_path / "other.txt", str(tmp_path / "own"))
+    taken = prepare(tmp_path / "other.txt", str(tmp_path / "taken"), tokenizer_of=f"{tmp_path / 'first'}{place}")
+    assert taken.tokenizer_digest == first.tokenizer_digest != own.tokenizer_digest
+    assert taken.vocab_size == first.vocab_size
+
+
+def test_a_tokenizer_that_is_missing_or_is_none_is_refused(tree: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere is neither a dataset with a tokenizer\.json nor a tokenizer's file"):
+        prepare(tree, str(tmp_path / "data"), tokenizer_of=str(tmp_path / "nowhere"))
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(DataError, match=r"bad\.json: no tokenizer that can be read"):
+        prepare(tree, str(tmp_path / "data"), tokenizer_of=str(tmp_path / "bad.json"))
+
+
 def test_max_bytes_stops_the_reading(tree: Path, tmp_path: Path) -> None:
     card = prepare(tree, str(tmp_path / "data"), max_bytes=1500)
     assert card.source.num_bytes == 1500

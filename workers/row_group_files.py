@@ -1,0 +1,148 @@
+"""Opens one file of a dataset and reads its row groups by range, each found whole or refused.
+
+A Parquet row group is a row group; an Arrow IPC one is a record batch. Parquet's pages have checksums; Arrow has none,
+so each batch carries a digest of its tokens, its number and its type. What the tokens mean is `dataset`'s business.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import xxhash
+
+from storage.errors import ObjectMissing
+from storage.object_store import ObjectStore
+from workers.data_errors import DataError
+from workers.dataset_card import DataFile
+
+__all__ = ["BATCH_DIGEST", "NUM_ROWS", "RowGroupFile", "batch_digest", "open_row_groups"]
+
+Stored = npt.NDArray[np.integer]
+
+BATCH_DIGEST: Final = b"raysume.xxh3_128"
+NUM_ROWS: Final = b"raysume.rows"
+
+
+class RowGroupFile(Protocol):
+    """One open file."""
+
+    def read(self, row_group: int) -> Stored:
+        """All tokens of one row group, flat, in an array of its own. Raises DataError when they are not readable."""
+        ...
+
+
+def open_row_groups(store: ObjectStore, file: DataFile, *, deadline_s: float) -> RowGroupFile:
+    """The file that the card describes. Raises DataError when it is missing, damaged or of other rows."""
+    source = pa.PythonFile(_RangedFile(store, file, deadline_s), mode="r")
+    try:
+        opened = _ArrowFile(source, file) if file.name.endswith(".arrow") else _ParquetFile(source, file)
+        found = opened.shape()
+    except ObjectMissing as error:
+        raise _missing(file) from error
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"not readable: {error}", file.name) from error
+    if found != (file.rows, file.row_groups):
+        raise DataError(
+            f"holds {found[0]} rows in {found[1]} row groups; the card says {file.rows} in {file.row_groups}",
+            file.name,
+        )
+    return opened
+
+
+def batch_digest(number: int, tokens: Stored) -> str:
+    """Digest of one record batch: its place in the file and the type and bytes of its tokens, little-endian."""
+    little = np.ascontiguousarray(tokens.reshape(-1), dtype=tokens.dtype.newbyteorder("<"))
+    digest = xxhash.xxh3_128(f"batch {number} {tokens.dtype.name} ".encode())
+    digest.update(little.tobytes())
+    return digest.hexdigest()
+
+
+class _ParquetFile:
+    def __init__(self, source: pa.PythonFile, file: DataFile) -> None:
+        self._file = file
+        self._opened = pq.ParquetFile(source, page_checksum_verification=True)
+
+    def shape(self) -> tuple[int, int]:
+        return self._opened.metadata.num_rows, self._opened.metadata.num_row_groups
+
+    def read(self, row_group: int) -> Stored:
+        try:
+            column = self._opened.read_row_group(row_group, columns=["tokens"]).column("tokens")
+            tokens: Stored = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        except ObjectMissing as error:
+            raise _missing(self._file) from error
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise DataError(f"not readable: {error}", self._file.name, row_group=row_group) from error
+        return tokens
+
+
+class _ArrowFile:
+    def __init__(self, source: pa.PythonFile, file: DataFile) -> None:
+        self._file = file
+        self._opened = pyarrow.ipc.open_file(source)
+
+    def shape(self) -> tuple[int, int]:
+        metadata = self._opened.schema.metadata or {}
+        return int(metadata.get(NUM_ROWS, b"-1")), self._opened.num_record_batches
+
+    def read(self, row_group: int) -> Stored:
+        try:
+            found = self._opened.get_batch_with_custom_metadata(row_group)
+            found.batch.validate(full=True)
+            # A copy: the batch is a window into all the bytes that were read for it.
+            tokens: Stored = found.batch.column("tokens").flatten().to_numpy(zero_copy_only=False).copy()
+            saved = (found.custom_metadata or {}).get(BATCH_DIGEST, b"").decode("ascii", "replace")
+        except ObjectMissing as error:
+            raise _missing(self._file) from error
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            raise DataError(f"not readable: {error}", self._file.name, row_group=row_group) from error
+        found_digest = batch_digest(row_group, tokens)
+        if found_digest != saved:
+            raise DataError(
+                f"not readable: record batch {row_group} has digest {found_digest}, "
+                f"expected {saved or 'one beside it, found none'}",
+                self._file.name,
+                row_group=row_group,
+            )
+        return tokens
+
+
+def _missing(file: DataFile) -> DataError:
+    return DataError("the file is missing although the card names it", file.name)
+
+
+class _RangedFile(io.RawIOBase):
+    """An object of known size as a file that fetches exactly what is read."""
+
+    def __init__(self, store: ObjectStore, file: DataFile, deadline_s: float) -> None:
+        self._store, self._key, self._size, self._deadline_s = store, file.name, file.size, deadline_s
+        self._offset = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._offset
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._size}[whence]
+        self._offset = base + offset
+        return self._offset
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._offset)
+        length = left if size is None or size < 0 else min(size, left)
+        if not length:
+            return b""
+        data = self._store.get_range(self._key, self._offset, length, deadline_s=self._deadline_s)
+        self._offset += len(data)
+        return data
