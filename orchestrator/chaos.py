@@ -22,7 +22,7 @@ _SECONDS = re.compile(r"(?P<value>\d+(?:\.\d+)?)s?\Z")
 
 
 class ChaosVerb(StrEnum):
-    """The closed set of faults (and one repair) that a schedule may name."""
+    """The closed set of faults (and of two changes that are none) that a schedule may name."""
 
     KILL_NODE = "kill-node"
     ADD_NODE = "add-node"
@@ -39,6 +39,7 @@ class ChaosVerb(StrEnum):
     KILL_KEEPER = "kill-keeper"
     KILL_COORDINATOR = "kill-coordinator"
     RESTART_HEAD = "restart-head"
+    SCALE = "scale"
 
     @property
     def takes_target(self) -> bool:
@@ -57,6 +58,7 @@ _WITHOUT_TARGET = frozenset(
         ChaosVerb.STORE_OUTAGE,
         ChaosVerb.KILL_COORDINATOR,
         ChaosVerb.RESTART_HEAD,
+        ChaosVerb.SCALE,
     }
 )
 _NEEDS_TIME = {ChaosVerb.DRAIN_NODE: "its notice", ChaosVerb.STORE_OUTAGE: "its length"}
@@ -87,7 +89,7 @@ class ChaosAction:
     """One planned fault. ``target`` is a node's number (1 for the first), None: drawn by seed among the live ones.
 
     ``phase`` None: as soon as ``step`` is reached; else when that phase begins next, from ``step`` on. ``notice_s``:
-    the notice of a drain, or how long the fault lasts (None: to the end).
+    the notice of a drain, or how long the fault lasts (None: to the end). ``workers``: those that a scale asks for.
     """
 
     verb: ChaosVerb
@@ -95,9 +97,11 @@ class ChaosAction:
     target: int | None = None
     notice_s: float | None = None
     phase: ChaosPhase | None = None
+    workers: int | None = None
 
     def __str__(self) -> str:
-        target = "" if self.target is None else f":{self.target}"
+        number = self.target if self.workers is None else self.workers
+        target = "" if number is None else f":{number}"
         notice = "" if self.notice_s is None else f":{self.notice_s:g}s"
         when = str(self.step)
         if self.phase is not None:
@@ -106,7 +110,8 @@ class ChaosAction:
 
 
 def parse_chaos(spec: str) -> tuple[ChaosAction, ...]:
-    """The actions of a comma-separated ``verb[:node]@when[:seconds]``, by step. Raises ChaosSpecError.
+    """The actions of a comma-separated ``verb[:node]@when[:seconds]``, by step. Raises ChaosSpecError. In the place of
+    a node a ``scale`` has the number of workers.
 
     ``when`` is a step, ``during-PHASE``, or ``STEP+PHASE``: the first such phase that begins from that step on.
     """
@@ -123,7 +128,12 @@ def _parse_part(part: str) -> ChaosAction:
         raise ChaosSpecError(part, f"the step is missing; expected e.g. {verb}@40")
     step, phase = _when(part, match["when"])
     return ChaosAction(
-        verb=verb, step=step, phase=phase, target=_target(part, verb, match), notice_s=_notice(part, verb, match)
+        verb=verb,
+        step=step,
+        phase=phase,
+        target=None if verb is ChaosVerb.SCALE else _target(part, verb, match),
+        notice_s=_notice(part, verb, match),
+        workers=_workers(part, match) if verb is ChaosVerb.SCALE else None,
     )
 
 
@@ -146,6 +156,13 @@ def _target(part: str, verb: ChaosVerb, match: re.Match[str]) -> int | None:
         raise ChaosSpecError(part, f"{verb} takes no node")
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ChaosSpecError(part, f"{text!r} is not a node; nodes count from 1 and the head is never a target")
+    return int(text)
+
+
+def _workers(part: str, match: re.Match[str]) -> int:
+    text = match["target"] or ""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ChaosSpecError(part, "scale needs the number of workers wanted, e.g. scale:3@40")
     return int(text)
 
 

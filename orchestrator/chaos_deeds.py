@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 from orchestrator.chaos import ChaosAction, ChaosSchedule, ChaosVerb
+from orchestrator.chaos_asking import Resizing
 from orchestrator.chaos_disk import DiskFill
 from orchestrator.chaos_processes import (
     COORDINATOR_TITLE,
@@ -61,6 +62,7 @@ class Deeds:
         self._stopped: set[int] = set()
         self._draining: list[tuple[float, int, ChaosAction]] = []
         self._lasting: list[_Lasting] = []
+        self._resizing = Resizing(plan.config)
         self.step = 0
 
     def take_in(self, event: Mapping[str, Any]) -> None:
@@ -108,6 +110,10 @@ class Deeds:
                 self._fill_disk(action)
             case ChaosVerb.STORE_OUTAGE:
                 self._cut_store(action)
+            case ChaosVerb.SCALE:
+                at_s = time.time()
+                told = f"{action.workers} workers are asked for"
+                self._resizing.ask(action, lambda: self._record(action, action.verb, at_s, detail=told))
             case _:
                 assert_never(action.verb)
 
@@ -128,6 +134,7 @@ class Deeds:
 
     def close(self) -> None:
         """End everything that still lasts."""
+        self._resizing.close()
         while self._lasting:
             self._lasting.pop().end()
 

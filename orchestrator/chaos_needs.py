@@ -14,6 +14,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import ChaosSpecError
 from orchestrator.local_cluster import Fittings
 from orchestrator.netns import why_no_networks
+from orchestrator.scaling_policy import refuse_size
 
 __all__ = ["check_schedule", "fittings_for", "store_endpoint"]
 
@@ -25,7 +26,7 @@ def check_schedule(actions: Sequence[ChaosAction], config: RunConfig, num_nodes:
     """Raise ChaosSpecError for the first action that cannot happen."""
     check_targets(actions, num_nodes)
     for action in actions:
-        why = _why_not(action.verb, config)
+        why = _why_not(action, config)
         if why is not None:
             raise ChaosSpecError(str(action), why)
 
@@ -50,8 +51,8 @@ def store_endpoint(config: RunConfig, environment: Mapping[str, str] = os.enviro
     return config.checkpoint.store.endpoint_url or next((url for url in named if url), None)
 
 
-def _why_not(verb: ChaosVerb, config: RunConfig) -> str | None:
-    match verb:
+def _why_not(action: ChaosAction, config: RunConfig) -> str | None:
+    match action.verb:
         case ChaosVerb.STORE_OUTAGE:
             endpoint = store_endpoint(config)
             if endpoint is None or not endpoint.startswith("http://"):
@@ -67,6 +68,8 @@ def _why_not(verb: ChaosVerb, config: RunConfig) -> str | None:
             return why_no_disks()
         case ChaosVerb.CUT_NODE:
             return why_no_networks()
+        case ChaosVerb.SCALE:
+            return refuse_size(action.workers or 0, config.world, config.data.num_leaves)
         case _:
             return None
     return None

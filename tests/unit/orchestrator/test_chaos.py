@@ -19,7 +19,8 @@ def test_a_schedule_is_read_and_ordered_by_step() -> None:
 
 @pytest.mark.parametrize("verb", list(ChaosVerb))
 def test_every_verb_can_be_written_and_prints_as_it_was_written(verb: ChaosVerb) -> None:
-    text = f"{verb}@7" + (":1.5s" if verb in (ChaosVerb.DRAIN_NODE, ChaosVerb.STORE_OUTAGE) else "")
+    name = f"{verb}:3" if verb is ChaosVerb.SCALE else verb
+    text = f"{name}@7" + (":1.5s" if verb in (ChaosVerb.DRAIN_NODE, ChaosVerb.STORE_OUTAGE) else "")
     assert [str(action) for action in parse_chaos(text)] == [text]
 
 
@@ -42,6 +43,9 @@ def test_every_verb_can_be_written_and_prints_as_it_was_written(verb: ChaosVerb)
         ("store-outage@3", "store-outage@3", "needs its length in seconds"),
         ("store-outage@3:0s", "store-outage@3:0s", "needs its length in seconds"),
         ("slow-node@3:fast", "slow-node@3:fast", "needs how long it lasts in seconds"),
+        ("scale@3", "scale@3", "scale needs the number of workers wanted, e.g. scale:3@40"),
+        ("scale:0@3", "scale:0@3", "scale needs the number of workers"),
+        ("scale:2@3:9s", "scale:2@3:9s", "takes no notice"),
         ("restart-head:1@3", "restart-head:1@3", "restart-head takes no node"),
         ("kill-node@during-lunch", "kill-node@during-lunch", "'lunch' is not a phase; expected one of: save, load"),
         ("kill-node@40+lunch", "kill-node@40+lunch", "'lunch' is not a phase"),

@@ -79,3 +79,12 @@ def test_what_the_machine_does_not_allow_is_refused_with_its_reason(monkeypatch:
 def test_a_disk_that_is_not_the_nodes_own_is_not_filled() -> None:
     with pytest.raises(ChaosSpecError, match=r"local_disk\.directory is set"):
         check_schedule(parse_chaos("disk-full@5"), config("checkpoint.local_disk.directory=/var/spool"), 2)
+
+
+def test_a_number_of_workers_that_the_driver_would_refuse_is_refused_before_the_run() -> None:
+    settings = config("world.min_workers=2")
+    check_schedule(parse_chaos("scale:2@4,scale:4@8"), settings, 4)
+    with pytest.raises(ChaosSpecError, match=r"fewer than world.min_workers \(2\)"):
+        check_schedule(parse_chaos("scale:1@4"), settings, 4)
+    with pytest.raises(ChaosSpecError, match="a step has 8 leaves"):
+        check_schedule(parse_chaos("scale:9@4"), settings, 4)

@@ -28,9 +28,8 @@ def reference(folder: Path, text: str) -> LoopReference:
 
 def test_a_loop_is_imported_where_it_is_called_with_what_lies_beside_it(folder: Path) -> None:
     (folder / "beside_it.py").write_text("WORD = 'beside'\n")
-    (folder / "my_loop.py").write_text(
-        "from beside_it import WORD\n\nclass Loops:\n    @staticmethod\n    def train(session):\n        session.append(WORD)\n"
-    )
+    body = "class Loops:\n    @staticmethod\n    def train(heard):\n        heard.append(WORD)\n"
+    (folder / "my_loop.py").write_text(f"from beside_it import WORD\n\n{body}")
     loop = pickle.loads(pickle.dumps(reference(folder, "my_loop:Loops.train")))
     heard: list[str] = []
     loop(heard)

@@ -1,0 +1,92 @@
+"""What a drill demands of each quantity of a step, where a run promises the same bits and where it does not. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = [
+    "EXACT",
+    "GRAD_NORM_TOLERANCE",
+    "LOSS",
+    "LOSS_TOLERANCE",
+    "LR_TOLERANCE",
+    "OPTIONAL",
+    "QUANTITIES",
+    "ROUNDED",
+    "WEIGHTS",
+    "Measure",
+    "Quantity",
+    "Rule",
+    "Rules",
+]
+
+LOSS_TOLERANCE = 1e-4
+LR_TOLERANCE = 1e-12
+GRAD_NORM_TOLERANCE = 1e-2
+
+
+class Measure(StrEnum):
+    """How two values of a quantity may differ."""
+
+    BITS = "equal to the bit"
+    ABSOLUTE = "absolute"
+    RELATIVE = "relative"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What is demanded of one quantity. ``only_same_world``: up to the first step at which the two Worlds differ in
+    size, and no longer: from there sums are formed in another order, and rank 0 has other leaves."""
+
+    measure: Measure
+    tolerance: float = 0.0
+    only_same_world: bool = False
+
+    def __str__(self) -> str:
+        if self.measure is not Measure.BITS:
+            return f"{self.tolerance:g} {self.measure}"
+        return f"{self.measure}{', until the number of workers differs' if self.only_same_world else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """One thing that every step event tells. ``field``: its name there."""
+
+    name: str
+    field: str
+
+
+# In the order in which a step comes about, so that the first one that differs is the nearest to the cause.
+POSITION = Quantity(name="data position", field="position")
+CHAIN = Quantity(name="samples", field="sample_chain")
+TOKENS = Quantity(name="tokens", field="tokens")
+LR = Quantity(name="learning rate", field="lr")
+LOSS = Quantity(name="loss", field="loss")
+GRAD_NORM = Quantity(name="gradient norm", field="grad_norm")
+LOSS_SCALE = Quantity(name="loss scale", field="loss_scale")
+OPTIMIZER = Quantity(name="optimizer", field="optimizer_digest")
+WEIGHTS = Quantity(name="weights", field="weights_digest")
+REST = Quantity(name="schedule, scale, trackers", field="rest_digest")
+RNG = Quantity(name="random state", field="rng_digest")
+QUANTITIES = (POSITION, CHAIN, TOKENS, LR, LOSS, GRAD_NORM, LOSS_SCALE, OPTIMIZER, WEIGHTS, REST, RNG)
+OPTIONAL = frozenset({LOSS_SCALE})  # runs without loss scaling do not tell it
+
+Rules = dict[Quantity, Rule]
+_BITS = Rule(measure=Measure.BITS)
+_WHILE_SAME = Rule(measure=Measure.BITS, only_same_world=True)
+
+EXACT: Rules = dict.fromkeys(QUANTITIES, _BITS)
+"""What `reproducible` promises: the same bits at any number of workers."""
+
+ROUNDED: Rules = {
+    **EXACT,
+    LR: Rule(measure=Measure.ABSOLUTE, tolerance=LR_TOLERANCE),
+    LOSS: Rule(measure=Measure.RELATIVE, tolerance=LOSS_TOLERANCE),
+    GRAD_NORM: Rule(measure=Measure.RELATIVE, tolerance=GRAD_NORM_TOLERANCE),
+    OPTIMIZER: _WHILE_SAME,
+    WEIGHTS: _WHILE_SAME,
+    REST: _WHILE_SAME,
+    RNG: _WHILE_SAME,
+}
+"""What holds otherwise: sums over ranks are rounded in an order that depends on their number."""
