@@ -126,6 +126,11 @@ class LeafStream:
         return self._order
 
     @property
+    def position(self) -> int:
+        """The global position of the first sample of the step that is, or comes, next."""
+        return self._position
+
+    @property
     def num_leaves(self) -> int:
         """Leaves of one step over all ranks, without surplus."""
         return self._config.num_leaves
