@@ -102,7 +102,7 @@ def _modules_without_collectives(model: nn.Module) -> list[nn.Module]:
     """The innermost sharded modules: each gathers before its forward and not within. Unsharded models: their blocks."""
     sharded: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     innermost = [module for module in sharded if not any(isinstance(m, FSDPModule) for m in _inside(module))]
-    return innermost or decoder_blocks(model)
+    return innermost or decoder_blocks(model) or [model]
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:

@@ -5,35 +5,46 @@ Nothing is copied, moved or gathered here: the tensors are the living ones, and 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 import torch
 from pydantic import JsonValue
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from workers.names import named_parameters, optimizer_names, persistent_buffers
-from workers.plain_state import to_plain
+from workers.loss_scaling import is_in_use
+from workers.names import named_parameters, persistent_buffers
+from workers.optimizer_state import OPTIM, capture_optimizer
+from workers.plain_state import numbers, to_plain
+from workers.rank_trackers import capture_rank_trackers, plain_digests
+from workers.replica_digest import Replicas
+from workers.replicated import deal
 from workers.rng import capture_rng
+from workers.schedule import capture_schedule, schedule_kind
 from workers.state import TrainingState
 
-__all__ = ["MODEL", "OPTIM", "RNG", "TRACKER", "Capture", "capture"]
+__all__ = ["MODEL", "OPTIM", "RANK_TRACKER", "RNG", "SCALER", "SCHEDULER", "TRACKER", "Capture", "capture"]
 
 MODEL = "model."
-OPTIM = "optim."
 TRACKER = "tracker."
+RANK_TRACKER = "rank_tracker."
 RNG = "rng."
+SCHEDULER = "scheduler"
+SCALER = "scaler"
+WHOLE = "whole"
+"""Label of the replicas that every rank of the World holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """What one rank saves. ``tensors`` holds only what this rank must write: its part of sharded tensors, its own RNG
-    and, on rank 0 alone, whatever is replicated. ``shared_state`` is None on other ranks."""
+    """What one rank saves. ``tensors`` holds only what this rank must write: its part of sharded tensors, its own RNG,
+    its share of the parameters that every rank holds whole, with what the optimizer keeps of them, and, on rank 0
+    alone, whatever else is replicated. ``shared_state`` is None on other ranks. ``replicas``: what all ranks hold
+    alike, for them to compare."""
 
     tensors: dict[str, torch.Tensor]
     shared_state: dict[str, JsonValue] | None
     rank_state: dict[str, JsonValue]
+    replicas: Replicas = field(default_factory=dict)
 
 
 def capture(state: TrainingState, *, rank: int, world_size: int, rng: bool = True) -> Capture:
@@ -41,60 +52,58 @@ def capture(state: TrainingState, *, rank: int, world_size: int, rng: bool = Tru
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in (*named_parameters(state.model), *persistent_buffers(state.model)):
         _add(tensors, f"{MODEL}{name}", tensor)
-    shared: dict[str, JsonValue] = {
-        "optimizer": _optimizer_state(state, tensors),
-        "scheduler": to_plain(state.scheduler.state_dict(), "scheduler", {}),
-        "progress": to_plain(asdict(state.progress), "progress", {}),
-        "trackers": {
-            name: to_plain(tracker.state_dict(), f"{TRACKER}{name}", tensors)
-            for name, tracker in state.trackers.items()
-        },
+    trackers: dict[str, JsonValue] = {
+        name: to_plain(tracker.state_dict(), f"{TRACKER}{name}", tensors) for name, tracker in state.trackers.items()
     }
-    if rank != 0:
-        tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    shared: dict[str, JsonValue] = {
+        "optimizer": capture_optimizer(state, tensors),
+        SCHEDULER: capture_schedule(state.scheduler),
+        "scheduler_kind": schedule_kind(state.scheduler),
+        "progress": to_plain(asdict(state.progress), "progress", {}),
+        "trackers": trackers,
+    }
+    if state.scaler is not None and is_in_use(state.scaler):
+        shared[SCALER] = to_plain(numbers(state.scaler.state_dict()), SCALER, None)
+    whole = _whole_parameters(state)
+    is_shared = bool(whole) and world_size > 1
+    tensors = _share(tensors, whole, rank, world_size)
+    own = capture_rank_trackers(state.rank_trackers, rank, tensors)
     if rng:
         tensors.update(capture_rng(rank))
     return Capture(
         tensors=tensors,
         shared_state=shared if rank == 0 else None,
-        rank_state={"rank": rank, "world_size": world_size},
+        rank_state={"rank": rank, "world_size": world_size, **own, **plain_digests(trackers)},
+        replicas={WHOLE: {key: one for parts in whole.values() for key, one in parts.items()}} if is_shared else {},
     )
+
+
+def _whole_parameters(state: TrainingState) -> dict[str, dict[str, torch.Tensor]]:
+    """The parameters that are not sharded, each with its optimizer state, by stored name. Buffers are not among them:
+    running statistics, say, differ from rank to rank."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in named_parameters(state.model):
+        if isinstance(parameter, DTensor):
+            continue
+        kept = state.optimizer.state.get(parameter, {}).items()
+        found[name] = {f"{MODEL}{name}": parameter} | {
+            f"{OPTIM}{name}.{key}": value for key, value in kept if isinstance(value, torch.Tensor)
+        }
+    return found
+
+
+def _share(
+    tensors: dict[str, torch.Tensor], whole: dict[str, dict[str, torch.Tensor]], rank: int, world_size: int
+) -> dict[str, torch.Tensor]:
+    """What ``rank`` writes of ``tensors``, among them the ``whole`` parameters. What belongs to one stays together."""
+    owners = deal({name: sum(one.nbytes for one in parts.values()) for name, parts in whole.items()}, world_size)
+    writers = {key: owners[name] for name, parts in whole.items() for key in parts}
+    return {
+        key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor) or writers.get(key, 0) == rank
+    }
 
 
 def _add(tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
     if name in tensors:
         raise ValueError(f"two tensors of the training state are called {name}: rename one of the modules")
     tensors[name] = tensor
-
-
-def _optimizer_state(state: TrainingState, tensors: dict[str, torch.Tensor]) -> JsonValue:
-    """Param groups and plain state values by parameter name; state tensors of every parameter, frozen or not."""
-    optimizer = state.optimizer
-    names = optimizer_names(state.model, optimizer)
-    plain: dict[str, JsonValue] = {}
-    num_tensors = 0
-    for group, group_names in zip(optimizer.param_groups, names, strict=True):
-        for name, parameter in zip(group_names, group["params"], strict=True):
-            entries = optimizer.state.get(parameter, {})
-            own: dict[str, JsonValue] = {}
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor):
-                    _add(tensors, f"{OPTIM}{name}.{key}", value)
-                    num_tensors += 1
-                else:
-                    own[key] = to_plain(value, f"{OPTIM}{name}.{key}", {})
-            if own:
-                plain[name] = own
-    return {"groups": _groups(optimizer, names), "state": plain, "num_tensors": num_tensors}
-
-
-def _groups(optimizer: Optimizer, names: list[list[str]]) -> JsonValue:
-    groups: list[JsonValue] = []
-    for index, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-        settings: dict[str, Any] = {
-            key: value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        groups.append({"names": list(group_names), "settings": to_plain(settings, f"{OPTIM}group-{index}", {})})
-    return groups

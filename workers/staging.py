@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from storage.keeper_protocol import BufferLease, KeeperPort, LeaseRequest, Seale
 from storage.keys import Attempt
 from storage.levels import LevelTable
 from storage.snapshot_format import SnapshotHeader, SnapshotLayout, write_planned_header
+from workers.replica_digest import Replicas, digests, names_of, unfilled
 from workers.snapshot import MODEL, OPTIM, Capture
 
 __all__ = ["Draft", "Drafted", "StageResult", "Stager"]
@@ -50,13 +51,14 @@ class StageResult:
 class Draft:
     """A Snapshot before its copy: what it says of itself, where each tensor goes, and the living memory of each.
 
-    ``versions``: tensors that must not change until then, with torch's count of their changes. ``ready``: what the
-    device has to reach first.
+    ``replicas``: what other ranks hold as well, to be digested beside the copy. ``versions``: tensors that must not
+    change until then, with torch's count of their changes. ``ready``: what the device has to reach first.
     """
 
     header: SnapshotHeader
     layout: SnapshotLayout
     parts: dict[str, torch.Tensor]
+    replicas: Replicas = field(default_factory=dict)
     versions: tuple[tuple[str, torch.Tensor, int], ...] = ()
     ready: torch.cuda.Event | None = None
 
@@ -68,13 +70,16 @@ class Draft:
         """Copy everything; the digest of the header. Raises StorageError for a tensor that changed meanwhile."""
         with _side_stream(self.ready):
             copy_chunks(view, self.layout.chunks, self.parts)
+            header = self.header
+            if self.replicas:
+                header = replace(header, rank_state={**header.rank_state, **digests(self.replicas)})
         changed = sorted({name for name, tensor, version in self.versions if tensor._version != version})
         if changed:
             raise StorageError(
                 f"rank {self.header.rank} step {self.header.step}: {changed[0]} and {len(changed) - 1} more tensors "
                 "changed while they were copied; only optimizer.step() may change weights after session.step_end()"
             )
-        return write_planned_header(view, self.header, self.layout)
+        return write_planned_header(view, header, self.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +112,17 @@ def _side_stream(ready: torch.cuda.Event | None) -> Iterator[None]:
 class Stager:
     """One per process; outlives Attempts, so that mapped pages and the layout stay warm."""
 
-    def __init__(self, keeper: KeeperPort, run_id: str, pid: int, levels: LevelTable | None = None) -> None:
+    def __init__(
+        self,
+        keeper: KeeperPort,
+        run_id: str,
+        pid: int,
+        levels: LevelTable | None = None,
+        *,
+        compares_replicas: bool = True,
+    ) -> None:
         self._keeper = keeper
+        self._compares_replicas = compares_replicas
         self._run_id = run_id
         self._pid = pid
         self._buffers = BufferMap()
@@ -129,7 +143,9 @@ class Stager:
     def draft(self, capture: Capture, *, attempt: Attempt, step: int, rank: int, world_size: int) -> Draft:
         """Find the place of everything in ``capture``. Copies nothing."""
         header, layout = self._lay_out(capture, attempt, step, rank, world_size)
-        draft = Draft(header=header, layout=layout, parts=local_parts(capture.tensors))
+        draft = Draft(
+            header=header, layout=layout, parts=local_parts(capture.tensors), replicas=self._compared(capture)
+        )
         self.drafted = Drafted.of(draft)
         return draft
 
@@ -140,6 +156,8 @@ class Stager:
         late = {name: tensor for name, tensor in capture.tensors.items() if _is_updated(name, tensor)}
         parts = local_parts(capture.tensors)
         early = {name: part.to("cpu", copy=True) for name, part in parts.items() if name not in late}
+        replicas = self._compared(capture)
+        alike = [(name, one) for tensors in replicas.values() for name, one in tensors.items() if name not in late]
         ready = None
         if any(part.is_cuda for part in parts.values()):
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -148,16 +166,26 @@ class Stager:
             header=header,
             layout=layout,
             parts=parts | early,
+            replicas=replicas,
             # A DTensor counts what is done to it, its local part what is done to that.
-            versions=tuple((name, one, one._version) for name in late for one in (late[name], parts[name])),
+            versions=(
+                *((name, one, one._version) for name in late for one in (late[name], parts[name])),
+                *((name, one, one._version) for name, one in alike),
+            ),
             ready=ready,
         )
         self.drafted = Drafted.of(draft)
         return draft
 
+    def _compared(self, capture: Capture) -> Replicas:
+        return capture.replicas if self._compares_replicas else {}
+
     def _lay_out(
         self, capture: Capture, attempt: Attempt, step: int, rank: int, world_size: int
     ) -> tuple[SnapshotHeader, SnapshotLayout]:
+        rank_state = dict(capture.rank_state)
+        if replicas := self._compared(capture):
+            rank_state |= unfilled(replicas) | (names_of(replicas) if rank == 0 else {})
         header = SnapshotHeader(
             run_id=self._run_id,
             attempt=attempt,
@@ -166,7 +194,7 @@ class Stager:
             world_size=world_size,
             chunks=(),
             shared_state=capture.shared_state,
-            rank_state=capture.rank_state,
+            rank_state=rank_state,
         )
         return header, self._planner.plan(capture.tensors, header)
 
@@ -223,9 +251,10 @@ class Stager:
         world_size: int,
         wait_s: float,
         bounded: bool = False,
+        stalled_s: float = 0.0,
     ) -> StageResult:
         """Copy ``capture`` and hand it over; after the return the caller may change every tensor. ``bounded``: see
-        SealedSnapshot."""
+        SealedSnapshot. ``stalled_s``: how long training has stood for this save before."""
         started = time.monotonic()
         draft = self.draft(capture, attempt=attempt, step=step, rank=rank, world_size=world_size)
         request, asked = self.request(draft), time.monotonic()
@@ -235,7 +264,7 @@ class Stager:
             logger.info("rank %d step %d: no buffer within %.1f s, save skipped", rank, step, wait_s)
             return StageResult(staged=False, stall_s=time.monotonic() - started - waited_s, num_bytes=0)
         digest = self.fill(lease, draft)
-        stall_s = time.monotonic() - started - waited_s
+        stall_s = stalled_s + time.monotonic() - started - waited_s
         sealed = self.sealed(request, lease, digest, world_size=world_size, stall_s=stall_s)
         self._keeper.seal(replace(sealed, bounded=bounded))
         return StageResult(staged=True, stall_s=time.monotonic() - started - waited_s, num_bytes=draft.num_bytes)
