@@ -1,4 +1,5 @@
-"""Receipts of one step become its Manifest, or are refused: every rank once, every tensor covered exactly once.
+"""Receipts of one step become its Manifest, or are refused: every rank once, every tensor covered exactly once, and
+what several ranks hold the same on all of them.
 
 Pure: nothing is read or written. Receipts are folded in as they come, so that after the last of 10,000 little is left
 to do; what is wrong with one is said when the Manifest is asked for, never to the Keeper that sent it.
@@ -14,6 +15,7 @@ from storage.errors import CommitRefused
 from storage.keys import shard_key
 from storage.layout import LayoutFold, layout_problem
 from storage.manifest import LedgerRange, Manifest, ProbeRecord, Receipt, TensorLayout
+from storage.replicas import ReplicaFold, ReplicasDisagree
 
 __all__ = ["StepMerge", "manifest_problem", "merge_receipts"]
 
@@ -27,6 +29,7 @@ class StepMerge:
         self._first: Receipt | None = None
         self._receipts: dict[int, Receipt] = {}
         self._folds: dict[str, LayoutFold] = {}
+        self._replicas = ReplicaFold()
         self._twice: set[int] = set()
         self._refusal: str | None = None
 
@@ -48,7 +51,8 @@ class StepMerge:
             self._twice.add(rank)
             return
         self._first = self._first or receipt
-        self._receipts[rank] = receipt.model_copy(update={"tensors": {}})
+        rank_state = self._replicas.add(rank, receipt.rank_state)
+        self._receipts[rank] = receipt.model_copy(update={"tensors": {}, "rank_state": rank_state})
         if self._refusal is None:
             self._refusal = _misfit(receipt, self._first)
         if self._refusal is None and rank < receipt.world_size:
@@ -73,12 +77,18 @@ class StepMerge:
         ledger: LedgerRange | None,
         probe: ProbeRecord | None = None,
     ) -> Manifest:
-        """The Manifest of the one step, Attempt and world size that all Receipts belong to. Raises CommitRefused."""
+        """The Manifest of the one step, Attempt and world size that all Receipts belong to.
+
+        Raises CommitRefused, as ReplicasDisagree where that is the reason.
+        """
         if self._first is None:
             raise CommitRefused("no Receipts to commit")
         refusal = self._refusal or self._rank_problem(self._first)
         if refusal is not None:
             raise CommitRefused(refusal)
+        disagreement = self._replicas.disagreement()
+        if disagreement is not None:
+            raise ReplicasDisagree(self._first.step, self._first.step_key.attempt.label, disagreement)
         receipts = self.receipts
         first = receipts[0]
         if first.shared_state is None:

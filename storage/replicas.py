@@ -14,11 +14,14 @@ from typing import Final
 import xxhash
 from pydantic import JsonValue
 
-__all__ = ["DIGESTS", "DIGEST_DIGITS", "NAMES", "Disagreement", "ReplicaFold"]
+from storage.errors import CommitRefused
+
+__all__ = ["DIGESTS", "DIGEST_DIGITS", "NAMES", "Disagreement", "ReplicaFold", "ReplicasDisagree"]
 
 DIGESTS: Final = "replicas"
 NAMES: Final = "replica_names"
 DIGEST_DIGITS: Final = 8
+_SHOWN_RANKS: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,30 @@ class Disagreement:
     def is_settled(self) -> bool:
         """Whether most ranks agree, so that ``ranks`` are those in the wrong."""
         return len(self.ranks) < len(self.among)
+
+
+class ReplicasDisagree(CommitRefused):
+    """Ranks that should hold the same hold different bytes: a Checkpoint made of them would be of no use."""
+
+    def __init__(self, step: int, attempt: str, disagreement: Disagreement) -> None:
+        super().__init__(step, attempt, disagreement)
+        self.step, self.attempt, self.disagreement = step, attempt, disagreement
+
+    def __str__(self) -> str:
+        found = self.disagreement
+        shown = ", ".join(map(str, found.ranks[:_SHOWN_RANKS]))
+        more = f" and {len(found.ranks) - _SHOWN_RANKS} more" if len(found.ranks) > _SHOWN_RANKS else ""
+        num_others = len(found.among) - len(found.ranks)
+        how = (
+            f"differs from the {num_others} others"
+            if found.is_settled
+            else "differs, with no majority to tell who is right"
+        )
+        where = "" if found.tensor is None else f", first in {found.tensor}, in {found.num_tensors} tensors"
+        return (
+            f"step {self.step} of attempt {self.attempt}: what rank {shown}{more} holds {how}{where}; all should hold "
+            "the same: memory changed by itself there, or these ranks do not train alike"
+        )
 
 
 class ReplicaFold:

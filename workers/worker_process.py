@@ -52,7 +52,13 @@ class WorkerProcess:
     ) -> None:
         self._settings, self._worker_id, self._node_id = settings, worker_id, node_id
         self._train_loop = train if train_loop is None else train_loop
-        self._stager = Stager(keeper, settings.run_id, os.getpid(), LevelTable.of(settings.checkpoint))
+        self._stager = Stager(
+            keeper,
+            settings.run_id,
+            os.getpid(),
+            LevelTable.of(settings.checkpoint),
+            compares_replicas=settings.model.compare_replicas,
+        )
         self._pulse = Pulse()
         self._changed = threading.Condition()
         self._parts: WarmParts | None = None
