@@ -5,18 +5,25 @@ Pure: it reads no bytes and sets nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from pydantic import JsonValue
+from torch.distributed.tensor import DTensor
 
 from storage.dcp_writer import dtype_name
 from storage.errors import ManifestMismatch
 from storage.manifest import Level, Manifest, TensorLayout
+from workers.group_match import GroupMatch, match_groups
+from workers.loss_scaling import is_in_use
 from workers.names import named_parameters, optimizer_names, persistent_buffers
-from workers.snapshot import MODEL, OPTIM, TRACKER
+from workers.optimizer_state import optimizer_kind
+from workers.rank_trackers import saved_rank_trackers
+from workers.schedule import schedule_kind
+from workers.snapshot import MODEL, OPTIM, RANK_TRACKER, SCALER, SCHEDULER, TRACKER
 from workers.state import TrainingState
 
 __all__ = ["Match", "compare", "restricted", "saved_groups", "section"]
@@ -26,7 +33,9 @@ __all__ = ["Match", "compare", "restricted", "saved_groups", "section"]
 class Match:
     """What fits and what does not.
 
-    ``model``: tensors to fill, by stored name. ``optimizer``: stored entries of each parameter name, by state key.
+    ``model``: tensors to fill, by stored name. ``optimizer``: stored entries of each parameter name, by state key,
+    none for one that has only plain values. ``groups``: which saved param group each present one continues.
+    ``left_out``: optimizer or schedule of another class, which a partial restore leaves as it was built.
     """
 
     model: dict[str, torch.Tensor]
@@ -34,6 +43,8 @@ class Match:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     reshaped: tuple[str, ...]
+    groups: GroupMatch
+    left_out: frozenset[str]
 
     @property
     def is_exact(self) -> bool:
@@ -73,27 +84,67 @@ def saved_groups(manifest: Manifest) -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", section(manifest, "optimizer").get("groups") or [])
 
 
-def compare(state: TrainingState, manifest: Manifest) -> Match:
-    """Match every part of ``state`` against ``manifest``."""
+def compare(state: TrainingState, manifest: Manifest, rank: int = 0) -> Match:
+    """Match every part of ``state`` of ``rank`` against ``manifest``."""
     model, missing, unexpected, reshaped = _compare_model(state, manifest.tensors)
-    names = {name for group in optimizer_names(state.model, state.optimizer) for name in group}
-    shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(state.model) if name in names}
-    stored = _optimizer_entries(manifest.tensors)
+    by_group = optimizer_names(state.model, state.optimizer)
+    names = {name for group in by_group for name in group}
+    parameters = {name: parameter for name, parameter in named_parameters(state.model) if name in names}
+    stored = _optimizer_entries(manifest)
     saved = {name for group in saved_groups(manifest) for name in group["names"]}
     missing += [f"{OPTIM}{name}" for name in names - saved]
     unexpected += [f"{OPTIM}{name}" for name in (saved | set(stored)) - names]
-    misfits = {name for name in names & set(stored) if not _fits(shapes[name], stored[name])}
+    misfits = {name for name in names & set(stored) if not _fits(parameters[name], stored[name])}
     reshaped += [f"{OPTIM}{name}" for name in misfits]
-    trackers = set(section(manifest, "trackers"))
-    missing += [f"{TRACKER}{name}" for name in set(state.trackers) - trackers]
-    unexpected += [f"{TRACKER}{name}" for name in trackers - set(state.trackers)]
+    groups = match_groups(by_group, state.optimizer.param_groups, saved_groups(manifest))
+    reshaped += [f"{OPTIM}{said}" for said in groups.moved]
+    kinds = _other_kinds(state, manifest)
+    reshaped += [*kinds.values(), *_rearranged(state, groups)]
+    for here, there in _named_parts(state, manifest, rank):
+        missing += here - there
+        unexpected += there - here
+    is_of_this_kind = OPTIM not in kinds
     return Match(
         model=model,
-        optimizer={name: stored[name] for name in sorted((names & set(stored)) - misfits)},
+        optimizer={name: stored[name] for name in sorted((names & set(stored)) - misfits)} if is_of_this_kind else {},
         missing=tuple(sorted(missing)),
         unexpected=tuple(sorted(unexpected)),
         reshaped=tuple(sorted(reshaped)),
+        groups=groups if is_of_this_kind else GroupMatch(order=(None,) * len(by_group), moved=()),
+        left_out=frozenset(kinds),
     )
+
+
+def _named_parts(state: TrainingState, manifest: Manifest, rank: int) -> Iterator[tuple[set[str], set[str]]]:
+    """What is there as a whole or not at all: names here, names in the Checkpoint."""
+    yield (
+        {f"{TRACKER}{name}" for name in state.trackers},
+        {f"{TRACKER}{name}" for name in section(manifest, "trackers")},
+    )
+    # A rank that was not there when it was saved is to have what every rank has.
+    own = saved_rank_trackers(manifest, rank if rank < manifest.world_size else 0)
+    yield {f"{RANK_TRACKER}{name}" for name in state.rank_trackers}, {f"{RANK_TRACKER}{name}" for name in own}
+    yield {SCALER} if is_in_use(state.scaler) else set(), {SCALER} if section(manifest, SCALER) else set()
+
+
+def _rearranged(state: TrainingState, groups: GroupMatch) -> Iterator[str]:
+    """Groups in another order than they were saved in, where the schedule may keep values by their place."""
+    places = [index for index in groups.order if index is not None]
+    if places != sorted(places) and not type(state.scheduler).__module__.startswith("torch.optim."):
+        yield f"{SCHEDULER} (param groups stand in another order, and {schedule_kind(state.scheduler)} may go by it)"
+
+
+def _other_kinds(state: TrainingState, manifest: Manifest) -> dict[str, str]:
+    """Optimizer and schedule whose class is not the one that was saved: the names of their values mean other things."""
+    pairs = {
+        OPTIM: (section(manifest, "optimizer").get("kind"), optimizer_kind(state.optimizer)),
+        SCHEDULER: (manifest.shared_state.get("scheduler_kind"), schedule_kind(state.scheduler)),
+    }
+    return {
+        name: f"{name.removesuffix('.')} (saved {saved}, here {here})"
+        for name, (saved, here) in pairs.items()
+        if saved is not None and saved != here  # older Checkpoints do not say
+    }
 
 
 def _compare_model(
@@ -118,15 +169,19 @@ def _compare_model(
     return fitting, missing, unexpected, reshaped
 
 
-def _optimizer_entries(stored: Mapping[str, TensorLayout]) -> dict[str, dict[str, TensorLayout]]:
-    entries: dict[str, dict[str, TensorLayout]] = {}
-    for name, layout in stored.items():
+def _optimizer_entries(manifest: Manifest) -> dict[str, dict[str, TensorLayout]]:
+    plain = section(manifest, "optimizer").get("state")
+    entries: dict[str, dict[str, TensorLayout]] = {name: {} for name in plain} if isinstance(plain, dict) else {}
+    for name, layout in manifest.tensors.items():
         if name.startswith(OPTIM):
             parameter, _, key = name.removeprefix(OPTIM).rpartition(".")
             entries.setdefault(parameter, {})[key] = layout
     return entries
 
 
-def _fits(shape: tuple[int, ...], entries: Mapping[str, TensorLayout]) -> bool:
-    """State of a parameter has its shape, or is a number as ``step``."""
-    return all(layout.shape in (shape, ()) for layout in entries.values())
+def _fits(parameter: torch.Tensor, entries: Mapping[str, TensorLayout]) -> bool:
+    """State of a parameter has its shape, or is a number as ``step``. Where nothing is sharded it may have any."""
+    shape = tuple(parameter.shape)
+    return not isinstance(parameter, DTensor) or all(
+        layout.shape == shape or math.prod(layout.shape) == 1 for layout in entries.values()
+    )

@@ -1,4 +1,5 @@
-"""Puts a Checkpoint back into a training state: model, optimizer, scheduler, trackers, progress, RNG, in this order.
+"""Puts a Checkpoint back into a training state: model, optimizer, scheduler, scaler, trackers, progress, RNG, in this
+order.
 
 The RestorePlan says which Checkpoint; nothing is chosen here. Objects that the loop holds are filled, never replaced.
 """
@@ -7,46 +8,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from pydantic import JsonValue
 
-from storage.dcp_calls import load_tensors
 from storage.dcp_reader import ManifestReader
-from storage.dcp_writer import named_dtype
 from storage.disk_source import NearestSource
 from storage.errors import ManifestMismatch, StorageError
-from storage.manifest import Level, Manifest, TensorLayout, Tier
+from storage.manifest import Level, Manifest, Tier
 from storage.memory_source import MemoryReach, MemoryShardSource
 from storage.object_source import ObjectStoreSource
 from storage.object_store import ObjectStore
 from storage.restore import read_manifest
 from storage.sources import RestorePlan
 from workers.models import assert_all_filled
-from workers.names import named_parameters, optimizer_names
-from workers.plain_state import from_plain, tensor_names, to_plain
-from workers.restore_match import Match, compare, restricted, saved_groups, section
+from workers.plain_state import from_plain
+from workers.restore_match import Match, compare, restricted, section
+from workers.restore_optimizer import restore_optimizer
+from workers.restore_trackers import restore_rank_trackers, restore_trackers
 from workers.rng import restore_rng, rng_prefix, seed_rng
-from workers.snapshot import OPTIM, TRACKER
+from workers.schedule import restore_schedule
+from workers.snapshot import SCALER, SCHEDULER
 from workers.state import Progress, TrainingState
+from workers.stored_tensors import StoredTensors
 
 __all__ = ["RestoreReport", "read_manifest", "restore"]
 
 logger = logging.getLogger(__name__)
 
-# How a step is computed, not what: these follow the machine that resumes, not the one that saved.
 _LATER_PROGRESS = frozenset({"skipped", "ledger"})  # Checkpoints of older releases do not have it
-_LOCAL_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
     """What one rank took from the Checkpoint, and from where. ``reseeded``: it had no RNG state of its own there.
 
-    ``bound``: the largest that a rounded tensor among them promises; None when all are exact.
+    ``bound``: the largest that a rounded tensor among them promises; None when all are exact. ``shared_state``: the
+    plain state as it stands in the Manifest.
     """
 
     step: int
@@ -54,6 +53,7 @@ class RestoreReport:
     reseeded: bool
     lines: tuple[str, ...]
     bound: float | None = None
+    shared_state: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
     def bytes_read(self) -> int:
@@ -78,23 +78,26 @@ def restore(
     CorruptCheckpoint, MemoryUnreadable, or StoreUnavailable.
     """
     manifest = read_manifest(plan, store, deadline_s=deadline_s)
-    match = compare(state, manifest)
+    match = compare(state, manifest, rank)
     if not plan.allow_partial:
         match.require_exact(plan.step)
-        _require_same_groups(state, manifest, plan.step)
     _require_same_progress(manifest)
     lines = [*_partial_lines(match)]
     if plan.levels is not None:
         match, fresh = restricted(match, manifest, plan.levels)
         lines.append(_fresh_line(fresh, plan, rank))
     with _open_source(plan, manifest, store, local_directory, reach, deadline_s) as source:
-        loader = _Loader(ManifestReader(manifest, plan.shards, source), manifest)
-        loader.load(match.model)
-        lines.append(_restore_optimizer(state, manifest, match, loader))
-        _restore_scheduler(state, manifest)
-        lines += _restore_trackers(state, manifest, loader, plan.levels)
+        stored = StoredTensors(ManifestReader(manifest, plan.shards, source), manifest)
+        stored.load(match.model)
+        lines += restore_optimizer(state, manifest, match, stored)
+        if SCHEDULER not in match.left_out:
+            restore_schedule(state.scheduler, manifest.shared_state[SCHEDULER], match.groups.order)
+        if state.scaler is not None and section(manifest, SCALER):
+            state.scaler.load_state_dict(from_plain(manifest.shared_state[SCALER], {}))
+        lines += restore_trackers(state, manifest, stored, plan.levels, rank)
+        lines += restore_rank_trackers(state, manifest, stored, plan.levels, rank=rank, world_size=world_size)
         _restore_progress(state.progress, manifest)
-        reseeded = _restore_rng(manifest, loader, rank=rank, seed=seed, lines=lines)
+        reseeded = _restore_rng(manifest, stored, rank=rank, seed=seed, lines=lines)
     assert_all_filled(state.model)
     read = source.bytes_by_tier
     lines.append(
@@ -105,7 +108,14 @@ def restore(
     for line in lines:
         logger.info("%s", line)
     bound = _warn_of_rounding(manifest, plan.levels, rank)
-    return RestoreReport(step=manifest.step, bytes_by_tier=read, reseeded=reseeded, lines=tuple(lines), bound=bound)
+    return RestoreReport(
+        step=manifest.step,
+        bytes_by_tier=read,
+        reseeded=reseeded,
+        lines=tuple(lines),
+        bound=bound,
+        shared_state=manifest.shared_state,
+    )
 
 
 def _open_source(
@@ -141,88 +151,9 @@ def _warn_of_rounding(manifest: Manifest, levels: tuple[Level, ...] | None, rank
     return max(bounds)
 
 
-class _Loader:
-    """Fills tensors by stored name, this rank's parts only."""
-
-    def __init__(self, reader: ManifestReader, manifest: Manifest) -> None:
-        self._reader = reader
-        self.layouts: Mapping[str, TensorLayout] = manifest.tensors
-
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if tensors:
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            load_tensors(tensors, self._reader, planner)
-
-    def empty(self, name: str) -> torch.Tensor:
-        """A whole tensor on the CPU as the Checkpoint describes ``name``."""
-        layout = self.layouts[name]
-        return torch.zeros(layout.shape, dtype=named_dtype(layout.dtype), device="cpu")
-
-
 def _partial_lines(match: Match) -> list[str]:
     parts = (("missing", match.missing), ("unexpected", match.unexpected), ("reshaped", match.reshaped))
     return [f"partial restore, {title}, left as it was: {', '.join(names)}" for title, names in parts if names]
-
-
-def _require_same_groups(state: TrainingState, manifest: Manifest, step: int) -> None:
-    """Each param group must lie inside one saved group, or its settings would have no single source."""
-    groups = saved_groups(manifest)
-    for index, names in enumerate(optimizer_names(state.model, state.optimizer)):
-        if names and not any(set(names) <= set(group["names"]) for group in groups):
-            raise ManifestMismatch(step, reshaped=(f"{OPTIM}group-{index} (its parameters were in several groups)",))
-
-
-def _restore_optimizer(state: TrainingState, manifest: Manifest, match: Match, loader: _Loader) -> str:
-    """Make state tensors straight from the Checkpoint: no dummy step, and frozen parameters like all others."""
-    optimizer = state.optimizer
-    parameters = dict(named_parameters(state.model))
-    plain = section(manifest, "optimizer").get("state")
-    targets: dict[str, torch.Tensor] = {}
-    groups = list(zip(optimizer.param_groups, optimizer_names(state.model, optimizer), strict=True))
-    if match.is_exact:
-        optimizer.state.clear()
-    for group, names in groups:
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        for name in names:
-            if name not in match.optimizer:
-                continue
-            parameter = parameters[name]
-            entries: dict[str, Any] = {}
-            for key, layout in match.optimizer[name].items():
-                entries[key] = _state_tensor(parameter, key, layout, on_device)
-                targets[f"{OPTIM}{name}.{key}"] = entries[key]
-            if isinstance(plain, dict) and name in plain:
-                entries.update(from_plain(plain[name], {}))
-            optimizer.state[parameter] = entries
-    loader.load(targets)
-    for group, names in groups:
-        _restore_settings(group, names, manifest)
-    saved = section(manifest, "optimizer").get("num_tensors")
-    return f"optimizer state tensors: saved {saved}, restored {len(targets)}"
-
-
-def _state_tensor(parameter: torch.Tensor, key: str, layout: TensorLayout, on_device: bool) -> torch.Tensor:
-    dtype = named_dtype(layout.dtype)
-    if key == "step" or layout.shape != tuple(parameter.shape):
-        return torch.zeros(layout.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-
-
-def _restore_settings(group: dict[str, Any], names: list[str], manifest: Manifest) -> None:
-    for saved in saved_groups(manifest):
-        if names and set(names) & set(saved["names"]):
-            for key, value in from_plain(saved["settings"], {}).items():
-                if key in _LOCAL_SETTINGS:
-                    continue
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
-            return
-
-
-def _restore_scheduler(state: TrainingState, manifest: Manifest) -> None:
-    state.scheduler.load_state_dict(from_plain(manifest.shared_state["scheduler"], {}))
 
 
 def _fresh_line(fresh: tuple[str, ...], plan: RestorePlan, rank: int) -> str:
@@ -234,30 +165,6 @@ def _fresh_line(fresh: tuple[str, ...], plan: RestorePlan, rank: int) -> str:
     if rank == 0:
         logger.warning("%s", line)
     return line
-
-
-def _restore_trackers(
-    state: TrainingState, manifest: Manifest, loader: _Loader, levels: tuple[Level, ...] | None
-) -> list[str]:
-    """Fill the trackers; returns a line for each that stays fresh because part of it is of another Level."""
-    saved = section(manifest, "trackers")
-    lines: list[str] = []
-    for name, tracker in state.trackers.items():
-        if name not in saved:
-            continue
-        here: dict[str, torch.Tensor] = {}
-        to_plain(tracker.state_dict(), f"{TRACKER}{name}", here)
-        values: dict[str, torch.Tensor] = {}
-        if levels is not None and any(loader.layouts[one].level not in levels for one in tensor_names(saved[name])):
-            lines.append(f"tracker {name} stays fresh: not all of it is of {', '.join(levels)}")
-            continue
-        for tensor_name in tensor_names(saved[name]):
-            like = here.get(tensor_name)
-            fits = like is not None and tuple(like.shape) == loader.layouts[tensor_name].shape
-            values[tensor_name] = torch.zeros_like(like) if like is not None and fits else loader.empty(tensor_name)
-        loader.load(values)
-        tracker.load_state_dict(from_plain(saved[name], values))
-    return lines
 
 
 def _require_same_progress(manifest: Manifest) -> None:
@@ -277,15 +184,15 @@ def _restore_progress(progress: Progress, manifest: Manifest) -> None:
         setattr(progress, name, from_plain(value, {}))
 
 
-def _restore_rng(manifest: Manifest, loader: _Loader, *, rank: int, seed: int, lines: list[str]) -> bool:
+def _restore_rng(manifest: Manifest, stored: StoredTensors, *, rank: int, seed: int, lines: list[str]) -> bool:
     prefix = rng_prefix(rank)
-    names = [name for name in loader.layouts if name.startswith(prefix)]
+    names = [name for name in stored.layouts if name.startswith(prefix)]
     if not names:
         seed_rng(seed, rank, manifest.step)
         lines.append(f"rank {rank} reseeded: step {manifest.step} holds no random state of this rank")
         return True
-    states = {name: loader.empty(name) for name in names}
-    loader.load(states)
+    states = {name: stored.empty(name) for name in names}
+    stored.load(states)
     unknown = restore_rng(rank, states)
     if unknown:
         lines.append(f"rank {rank}: no random state was saved for {', '.join(unknown)}")
