@@ -33,6 +33,7 @@ from workers.rng import seed_rng
 from workers.settings import WorkerSettings
 from workers.staging import Stager
 from workers.state import Tracker, TrainingState
+from workers.snapshot import capture
 
 __all__ = ["Makers", "WarmParts", "load_state"]
 
@@ -105,6 +106,8 @@ def load_state(
     report = restore(
         state,
         spec.restore,
+    # What cannot be stored is refused now, by name, and not at the first save.
+    capture(state, rank=spec.rank, world_size=spec.world.size, rng=False)
         None if is_in_memory else open_store(spec.restore.root_url, settings.checkpoint.store),
         rank=spec.rank,
         world_size=spec.world.size,
