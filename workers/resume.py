@@ -193,7 +193,7 @@ def _restore_rng(manifest: Manifest, stored: StoredTensors, *, rank: int, seed: 
         return True
     states = {name: stored.empty(name) for name in names}
     stored.load(states)
-    unknown = restore_rng(rank, states)
+    unknown = restore_rng(rank, states, seed=seed, step=manifest.step)
     if unknown:
-        lines.append(f"rank {rank}: no random state was saved for {', '.join(unknown)}")
+        lines.append(f"rank {rank}: {', '.join(unknown)} reseeded: step {manifest.step} holds no random state of it")
     return False

@@ -17,6 +17,7 @@ __all__ = ["capture_rng", "restore_rng", "rng_prefix", "seed_rng"]
 
 _PYTHON_WORDS = 625
 _NUMPY_WORDS = 624
+_OWN = "cuda_own"
 
 
 def rng_prefix(rank: int) -> str:
@@ -25,7 +26,7 @@ def rng_prefix(rank: int) -> str:
 
 
 def capture_rng(rank: int) -> dict[str, torch.Tensor]:
-    """Python, NumPy, torch CPU and every CUDA device this process uses."""
+    """Python, NumPy, torch CPU and every CUDA device this process sees, with word of which is the rank's own."""
     prefix = rng_prefix(rank)
     states = {
         f"{prefix}python": _python_state(),
@@ -34,31 +35,60 @@ def capture_rng(rank: int) -> dict[str, torch.Tensor]:
     }
     for index in _cuda_devices():
         states[f"{prefix}cuda_{index}"] = torch.cuda.get_rng_state(index)
+    if _cuda_devices():
+        states[f"{prefix}{_OWN}"] = torch.tensor(torch.cuda.current_device())
     return states
 
 
-def restore_rng(rank: int, states: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Set the generators from ``states``; returns the CUDA devices that no state was saved for, left as they are."""
+def restore_rng(rank: int, states: Mapping[str, torch.Tensor], *, seed: int = 0, step: int = 0) -> tuple[str, ...]:
+    """Set the generators from ``states``; returns the CUDA devices that no state was saved for, which are seeded from
+    (seed, rank, step) as those of a new rank. A rank goes on with its own device's state, whatever its index is now."""
     prefix = rng_prefix(rank)
     _set_python_state(states[f"{prefix}python"])
     _set_numpy_state(states[f"{prefix}numpy"])
     torch.set_rng_state(states[f"{prefix}torch_cpu"])
     missing = []
-    for index in _cuda_devices():
-        saved = states.get(f"{prefix}cuda_{index}")
+    for index, saved in _saved_for(prefix, states).items():
         if saved is None:
             missing.append(f"cuda:{index}")
+            torch.cuda.default_generators[index].manual_seed(_seed_of(seed, rank, step))
         else:
             torch.cuda.set_rng_state(saved, index)
     return tuple(missing)
 
 
+def _saved_for(prefix: str, states: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor | None]:
+    """The state of each device here. Devices are counted from the rank's own, on both sides."""
+    num_here = len(_cuda_devices())
+    if not num_here:
+        return {}
+    by_index = {index: state for name, state in states.items() if (index := _device_index(name)) is not None}
+    saved = [by_index[index] for index in sorted(by_index)]
+    here = torch.cuda.current_device()
+    own = states.get(f"{prefix}{_OWN}")  # older Checkpoints do not say: by index then
+    then = here if own is None else int(own)
+    found: dict[int, torch.Tensor | None] = {}
+    for index in range(num_here):
+        place = (index - here) % num_here
+        found[index] = saved[(then + place) % len(saved)] if place < len(saved) else None
+    return found
+
+
+def _device_index(name: str) -> int | None:
+    index = name.rpartition(".cuda_")[2]
+    return int(index) if ".cuda_" in name and index.isdigit() else None
+
+
 def seed_rng(seed: int, rank: int, step: int) -> None:
     """Seed every generator of this rank from (seed, rank, step): different for each rank, equal at each repetition."""
-    value = xxhash.xxh3_64_intdigest(f"{seed}/{rank}/{step}".encode()) & ((1 << 63) - 1)
+    value = _seed_of(seed, rank, step)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.manual_seed(value)  # CUDA devices included
+
+
+def _seed_of(seed: int, rank: int, step: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{seed}/{rank}/{step}".encode()) & ((1 << 63) - 1)
 
 
 def _cuda_devices() -> range:
