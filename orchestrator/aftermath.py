@@ -30,6 +30,7 @@ from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
 from orchestrator.worker_group import WorkerGroup
 from storage.errors import LeaseHeld, StorageError
+from storage.keys import Attempt
 from workers.contract import SkippedWindow
 
 __all__ = ["Aftermath"]
@@ -55,6 +56,7 @@ class Aftermath:
         store: StoreWaits,
         history: FailureHistory,
         wall_clock: Callable[[], float] = time.time,
+        unlike_replicas: Callable[[Attempt], str | None] = lambda _: None,
     ) -> None:
         self._config = config
         self._group = group
@@ -65,6 +67,7 @@ class Aftermath:
         self._store = store
         self._history = history
         self._wall_clock = wall_clock
+        self._unlike_replicas = unlike_replicas
         self._counters: Counters = journal.counters()
 
     def after(self, end: AttemptEnd, resume_url: str | None) -> Regroup | Stop:
@@ -168,6 +171,9 @@ class Aftermath:
         self._store.take_signals()
         if self._coordinator.has_committed(total):
             return Stop(exit_code=ExitCode.SUCCESS, reason=f"finished step {total}")
+        unlike = None if end.attempt is None else self._unlike_replicas(end.attempt)
+        if unlike is not None:
+            return self._after_fault(self._broken(end, AttemptFacts(unlike_replicas=unlike), unlike), resume_url)
         if stop is not None:
             return stop
         lost = self._lost_while_saving(end)
@@ -184,18 +190,20 @@ class Aftermath:
 
     def _broken_while_saving(self, end: Finished, lost: tuple[str, ...]) -> Broken:
         """The last steps must be trained again, from what memory or the store holds of the ones before."""
-        detected_at_s = time.time()
         workers = tuple(view.worker_id for view in self._group.views(frozenset()) if view.node_id in lost)
         notices = frozenset(self._gathering.notices())
         facts = AttemptFacts(lost_workers=workers, lost_nodes=lost, draining_nodes=notices)
-        fault = classify(facts)
-        detail = f"{fault.detail}, before its part of the last save was in the store"
+        return self._broken(end, facts, f"{classify(facts).detail}, before its part of the last save was in the store")
+
+    def _broken(self, end: Finished, facts: AttemptFacts, detail: str) -> Broken:
+        """Say that the World of ``end`` broke after its last step."""
+        fault, detected_at_s = classify(facts), time.time()
         self._recorder.emit(
             "fault",
             attempt=end.attempt,
             cause=fault.kind.value,
-            nodes=list(lost),
-            workers=list(workers),
+            nodes=list(facts.lost_nodes),
+            workers=list(facts.lost_workers),
             detail=detail,
             detected_s=self._recorder.since_start_s(detected_at_s),
         )

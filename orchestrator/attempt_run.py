@@ -24,6 +24,7 @@ from orchestrator.leaving import Leaving
 from orchestrator.long_phases import LongPhases
 from orchestrator.recorder import Recorder
 from orchestrator.regroup_phases import phase_fields
+from orchestrator.replica_doubt import Doubt
 from orchestrator.restored import restored_fields
 from orchestrator.states import State
 from orchestrator.vital_signs import GONE, VitalSigns
@@ -105,6 +106,7 @@ class AttemptRun:
         noticed: Callable[[], frozenset[str]],
         living: Callable[[], frozenset[str]],
         move: Callable[[State], None],
+        doubt: Callable[[World], Doubt | None] = lambda _: None,
     ) -> None:
         self._world = world
         self._group = group
@@ -116,6 +118,7 @@ class AttemptRun:
         self._noticed = noticed
         self._living = living
         self._move = move
+        self._doubt = doubt
         self._refs: dict[Any, str] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._signs = VitalSigns(world, group, config.failure)
@@ -172,7 +175,7 @@ class AttemptRun:
     def _is_broken(self) -> bool:
         lost_nodes = {m.node_id for m in self._world.members} - self._living()
         has_failed = any(outcome.kind is OutcomeKind.FAILED for outcome in self._outcomes.values())
-        return bool(self._signs.gone or has_failed or lost_nodes or self._hangs)
+        return bool(self._signs.gone or has_failed or lost_nodes or self._hangs or self._doubt(self._world))
 
     def _verdict(self) -> AttemptEnd | None:
         """How the Attempt ended, or None while it goes on."""
@@ -257,15 +260,17 @@ class AttemptRun:
         detected_at_s = time.time()
         self._move(State.RECOVERING)
         self._group.put_off_starts(_QUIET_S)
+        doubt = self._doubt(self._world)
+        unlike = frozenset(() if doubt is None else doubt.workers)
         reckoning: Reckoning = reckon(
             world=self._world,
             group=self._group,
             living=self._living(),
             gone=frozenset(self._signs.gone),
-            hung=frozenset(hang.worker_id for hang in self._hangs) | self._starved() | self._signs.unproven,
+            hung=frozenset(hang.worker_id for hang in self._hangs) | self._starved() | self._signs.unproven | unlike,
             settle_s=self._config.failure.settle_s,
         )
-        asked = self._ask_starved(reckoning)
+        asked = self._ask_starved(reckoning, fenced=unlike)
         self._drain_outcomes(reckoning)
         # A peer's echo may be heard before the word of the one that ran out of memory.
         reckoning = fence_late(reckoning, self._group, self._starved(), settle_s=self._config.failure.settle_s)
@@ -275,6 +280,7 @@ class AttemptRun:
             lost_workers=reckoning.lost_workers,
             lost_nodes=reckoning.lost_nodes,
             hung_workers=tuple(hang.worker_id for hang in self._hangs),
+            unlike_replicas=None if doubt is None else doubt.detail,
             starved_workers=self._killed_for_memory(asked),
             draining_nodes=self._noticed(),
             reached_step=self._reached_step(),
@@ -293,9 +299,9 @@ class AttemptRun:
         _log.warning("fault: %s: %s", fault.kind.value, fault.detail)
         return Broken(fault=fault, facts=facts, detected_at_s=detected_at_s)
 
-    def _ask_starved(self, reckoning: Reckoning) -> dict[Any, str]:
+    def _ask_starved(self, reckoning: Reckoning, fenced: frozenset[str]) -> dict[Any, str]:
         """Questions to the nodes of workers that died there: was it the kernel, for want of memory? By worker."""
-        fenced = {hang.worker_id for hang in self._hangs} | self._starved()
+        fenced |= {hang.worker_id for hang in self._hangs} | self._starved()
         home = {member.worker_id: member.node_id for member in self._world.members}
         died = [w for w in reckoning.lost_workers if w not in fenced and home[w] not in reckoning.lost_nodes]
         refs = {worker: self._group.ask_starved(worker, _STARVED_S) for worker in died}

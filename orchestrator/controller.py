@@ -31,6 +31,7 @@ from orchestrator.memory_survey import KeeperSurvey, adopt_keepers
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.plan_chooser import PlanChooser
 from orchestrator.recorder import Recorder
+from orchestrator.replica_doubt import ReplicaDoubt
 from orchestrator.request_work import Desk, RequestWork
 from orchestrator.resume import Resume
 from orchestrator.save_pace import SavePace
@@ -128,6 +129,8 @@ class Controller:
             tick=self._gathering.tick,
             asked_to_stop=self._asked_to_stop,
         )
+        self._doubt = ReplicaDoubt()
+        recorder.listen(self._doubt.on_signal)
         self._aftermath = Aftermath(
             config=config,
             group=group,
@@ -137,6 +140,7 @@ class Controller:
             recorder=recorder,
             store=self._store,
             history=self._history,
+            unlike_replicas=self._doubt.said,
         )
         self._memory = MemorySetup(config.checkpoint.memory, crew, recorder)
         self._chooser = PlanChooser(
@@ -247,6 +251,7 @@ class Controller:
             noticed=lambda: frozenset(self._gathering.notices()),
             living=self._gathering.living,
             move=self._move,
+            doubt=self._doubt.of,
         )
         return run.run(self._specs(world, plan))
 

@@ -43,6 +43,7 @@ from storage.config import CheckpointConfig
 from storage.errors import CommitRefused, StorageError, StoreUnavailable
 from storage.keys import LEASES, Attempt, StepKey
 from storage.manifest import Receipt
+from storage.replicas import Disagreement, ReplicasDisagree
 from storage.sources import RestorePlan
 from workers.contract import BoundOrder, ExchangeReply, ExchangeRequest, OrderKind
 
@@ -280,12 +281,8 @@ class Coordinator:
         attempt = receipt.attempt.value()
         with self._lock:
             if attempt != self._attempt:
-                _log.warning(
-                    "receipt of rank %d, step %d refused: attempt %s is over",
-                    receipt.shard.rank,
-                    receipt.step,
-                    attempt.label,
-                )
+                where = f"rank {receipt.shard.rank}, step {receipt.step}"
+                _log.warning("receipt of %s refused: attempt %s is over", where, attempt.label)
                 return True
             is_whole = self._pending.add(receipt)
             for step in self._pending.overtaken_by(receipt):
@@ -329,12 +326,12 @@ class Coordinator:
                 self._give_up(attempt, step, f"rank {rank}: {reason}")
         return True
 
-    def _give_up(self, attempt: Attempt, step: int, reason: str) -> None:
+    def _give_up(self, attempt: Attempt, step: int, reason: str, disagreement: Disagreement | None = None) -> None:
         if self._pending.give_up(step):
             _log.info("save of step %d given up: %s", step, reason)  # the driver says it aloud
             self._forget_times(step)
             self._desk.gave_up(step)
-            self._signals.append(SaveFailed(attempt=attempt, step=step, reason=reason))
+            self._signals.append(SaveFailed(attempt=attempt, step=step, reason=reason, disagreement=disagreement))
         self._lock.notify_all()
 
     def _commit(self, attempt: Attempt, base_step: int, step: int) -> None:
@@ -344,7 +341,8 @@ class Coordinator:
             _log.exception("commit of step %d failed", step)
             with self._lock:
                 if attempt == self._attempt:
-                    self._give_up(attempt, step, f"{type(error).__name__}: {error}")
+                    found = error.disagreement if isinstance(error, ReplicasDisagree) else None
+                    self._give_up(attempt, step, f"{type(error).__name__}: {error}", found)
 
     def _commit_whole(self, attempt: Attempt, base_step: int, step: int) -> None:
         with self._lock:

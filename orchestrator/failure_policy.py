@@ -50,6 +50,7 @@ class FaultKind(StrEnum):
     STORAGE = "storage-error"
     BAD_STEP = "bad-step"
     MEMORY = "memory-unreadable"
+    REPLICAS = "replicas-disagree"
 
 
 _OF_THE_LOST = frozenset({CauseKind.STORAGE, CauseKind.MEMORY})  # a member that is gone may well be the reason
@@ -59,13 +60,15 @@ _LOOPING = frozenset({FaultKind.WORKER_LOST, FaultKind.HANG, FaultKind.COLLECTIV
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFacts:
     """All that is known when an Attempt broke. ``draining_nodes`` had a preemption notice; ``starved_workers`` are
-    those of the lost that were killed because their node ran out of memory."""
+    those of the lost that were killed because their node ran out of memory. ``unlike_replicas``: who holds something
+    else than the others, in words."""
 
     outcomes: tuple[Outcome, ...] = ()
     lost_workers: tuple[str, ...] = ()
     lost_nodes: tuple[str, ...] = ()
     hung_workers: tuple[str, ...] = ()
     starved_workers: tuple[str, ...] = ()
+    unlike_replicas: str | None = None
     draining_nodes: frozenset[str] = frozenset()
     reached_step: int | None = None
     step_s: float | None = None
@@ -128,6 +131,8 @@ def classify(facts: AttemptFacts) -> Fault:
 
 
 def _classify(facts: AttemptFacts) -> Fault:
+    if facts.unlike_replicas is not None:  # whatever else broke: what this World holds is not to be gone on from
+        return Fault(kind=FaultKind.REPLICAS, detail=facts.unlike_replicas)
     root = _root_cause(facts.outcomes)
     gone = bool(facts.lost_nodes or facts.lost_workers)
     if root is not None and not (gone and root.kind in _OF_THE_LOST):

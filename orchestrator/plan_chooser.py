@@ -22,12 +22,13 @@ from orchestrator.memory_survey import MemorySurvey
 from orchestrator.recorder import Recorder
 from orchestrator.resume import Resume
 from orchestrator.run_identity import metadata_of
-from orchestrator.signals import Committed, Quarantined, Signal
+from orchestrator.signals import Committed, Quarantined, SaveFailed, Signal
 from orchestrator.store_watch import StoreUser
 from storage.errors import CommitRefused
 from storage.keeper_protocol import MemoryReport
 from storage.keys import Attempt, StepKey
 from storage.memory_plan import ChosenGeneration, NoGeneration, build_plan, choose_generation
+from storage.replicas import Disagreement
 from storage.sources import RestorePlan
 
 __all__ = ["PlanChooser"]
@@ -108,6 +109,7 @@ class PlanChooser:
         self.durable_step = durable_step
         self._distrusted: set[StepKey] = set()
         self._last: RestorePlan | None = None
+        self._is_memory_doubtful = False  # what ranks held last is not the same on all of them
         self._num_fruitless = 0
         recorder.listen(self._on_signal)
 
@@ -122,7 +124,8 @@ class PlanChooser:
         """``before``: how the last Attempt of this driver ended. None: from step 0. Raises StorageError."""
         self._store.take_signals()
         self._judge_last(before)
-        found: RestorePlan | NoGeneration = NoGeneration(reason="the memory tier is off")
+        reason = "replicas disagreed" if self._is_memory_doubtful else "the memory tier is off"
+        found: RestorePlan | NoGeneration = NoGeneration(reason=reason)
         if self._may_use_memory(before):
             found = self._from_memory(attempt, before, member_nodes)
         if isinstance(found, RestorePlan) and self.durable_step is not None and found.step >= self.durable_step:
@@ -137,13 +140,14 @@ class PlanChooser:
         if self._config.checkpoint.memory.mode != "off" and before is not None:
             self._say_passed_over(attempt, found.reason, plan)
         self.durable_step = 0 if plan is None else plan.step
+        self._is_memory_doubtful = False  # the Attempts so far are no way to anything newer
         return self._chosen(plan)
 
     # -- from memory ------------------------------------------------------------------------------------------------
 
     def _may_use_memory(self, before: AttemptEnd | None) -> bool:
         """Who asked for a certain Checkpoint, or for parts of one, gets that first."""
-        if self._config.checkpoint.memory.mode == "off":
+        if self._config.checkpoint.memory.mode == "off" or self._is_memory_doubtful:
             return False
         return before is not None or self._is_plain()
 
@@ -297,6 +301,8 @@ class PlanChooser:
                 self.durable_step = max(step, self.durable_step or 0)
             case Quarantined():
                 self.durable_step = None  # which one is the newest now, only the store tells
+            case SaveFailed(disagreement=Disagreement()):
+                self._is_memory_doubtful = True
             case _:
                 pass
 

@@ -161,6 +161,9 @@ class Recorder:
                 self._sink.emit("save_skipped", attempt=number, step=step, reason=reason)
             case SaveFailed(step=step, reason=reason):
                 self._sink.emit("save_failed", attempt=number, step=step, reason=reason)
+                if signal.disagreement is not None:
+                    self._sink.emit("replicas_disagree", attempt=number, step=step, **asdict(signal.disagreement))
+                    _log.error("step %d is not committed: %s", step, reason)
             case SaveDelayed(step=step, rank=rank):
                 if (step, rank) not in self._delayed:  # the first word of it is enough: an outage has its own events
                     self._delayed.add((step, rank))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from orchestrator.save_desk import ThresholdMove
 from orchestrator.save_facts import Weighed
 from storage.keys import Attempt
+from storage.replicas import Disagreement
 from workers.contract import BoundOrder, EvalReport, ShareReport, StepReport
 
 __all__ = [
@@ -60,9 +61,12 @@ class SaveSkipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
+    """``disagreement``: the save was whole, but ranks that should hold the same do not."""
+
     attempt: Attempt
     step: int
     reason: str
+    disagreement: Disagreement | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
