@@ -15,6 +15,7 @@ from orchestrator.cli_checkpoints import checkpoints
 from orchestrator.cli_control import SAVE_EPILOG, SCALE_EPILOG, STOP_EPILOG, save, scale, stop
 from orchestrator.cli_data import data
 from orchestrator.cli_doctor import DOCTOR_EPILOG, doctor
+from orchestrator.cli_drill import DRILL_EPILOG, drill
 from orchestrator.cli_explain import EXPLAIN_EPILOG, explain
 from orchestrator.cli_start import exit_code_of, load
 from orchestrator.exit_codes import ExitCode
@@ -38,6 +39,7 @@ app.add_typer(data, name="data")
 app.add_typer(checkpoints, name="checkpoints")
 app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
 app.command("explain", epilog=EXPLAIN_EPILOG)(explain)
+app.command("drill", epilog=DRILL_EPILOG)(drill)
 app.command("scale", epilog=SCALE_EPILOG)(scale)
 app.command("save", epilog=SAVE_EPILOG)(save)
 app.command("stop", epilog=STOP_EPILOG)(stop)

@@ -27,9 +27,7 @@ _ORDER = (
 """What comes first where few are drawn; three kinds of kill, a hang, a drain, and a change of size each way."""
 
 
-def draw_faults(
-    *, num_nodes: int, num_steps: int, num_workers: int, num_faults: int, seed: int
-) -> tuple[ChaosAction, ...]:
+def draw_faults(*, num_steps: int, num_workers: int, num_faults: int, seed: int) -> tuple[ChaosAction, ...]:
     """``num_faults`` of them, spread over the steps; a node that goes away is replaced at once.
 
     ``num_workers``: of a full World. Raises ConfigError where the steps are too few.

@@ -1,10 +1,10 @@
-"""The exit codes of `raysume run`, in one table. Scripts rely on them; a number is never reused."""
+"""The exit codes of `raysume run` and `drill`, in one table. Scripts rely on them; a number is never reused."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["ExitCode"]
+__all__ = ["DrillCode", "ExitCode"]
 
 
 class ExitCode(IntEnum):
@@ -21,3 +21,9 @@ class ExitCode(IntEnum):
     FINAL_SAVE_FAILED = 17  # trained to the last step, which could not be committed
     REFUSED = 18  # another driver holds the Run
     INTERNAL_ERROR = 19  # a fault of Raysume itself
+
+
+class DrillCode(IntEnum):
+    """What `raysume drill` adds: where a run of it ends otherwise than well, the drill ends with that run's code."""
+
+    NOT_THE_SAME = 25  # both runs ended well, and the interrupted one is not the uninterrupted one, or proves nothing

@@ -11,8 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -25,6 +24,7 @@ from orchestrator.event_tail import EventTail
 from orchestrator.exit_codes import ExitCode
 from orchestrator.local_cluster import LocalCluster
 from orchestrator.progress import ProgressView, open_progress
+from orchestrator.stop_signals import stop_signals
 from orchestrator.store_proxy import StoreProxy
 from orchestrator.supervisor_plan import Cluster, Driver, SupervisorPlan
 
@@ -50,7 +50,7 @@ def supervise(plan: SupervisorPlan) -> int:
     """
     check_schedule(plan.actions, plan.config, plan.num_nodes)
     view = open_progress(total_steps=plan.config.run.steps, is_shown=plan.show_progress)
-    with _stop_signals() as stops:
+    with stop_signals() as stops:
         view.note(f"starting a local cluster of {plan.num_nodes} node{'s' if plan.num_nodes != 1 else ''}")
         resources = plan.config.world.resources_per_worker
         workers = plan.config.world.workers_per_node or 1
@@ -236,16 +236,3 @@ class Supervisor:
             self._say(f"chaos: {action} did NOT happen, or not as told: {type(error).__name__}: {error}")
         else:
             self._broke.add(action.verb)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are collected, not raised: half-done chaos or a half-started node would be left behind."""
-    received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda got, _frame: received.append(got)) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

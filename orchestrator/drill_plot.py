@@ -1,0 +1,79 @@
+"""Draws a drill: both losses, their difference on a logarithmic axis, and where the faults struck.
+
+matplotlib is imported here alone, when a picture is wanted; without it a drill has no picture and all the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from orchestrator.drill_compare import Comparison
+from orchestrator.drill_history import History
+from orchestrator.drill_rules import LOSS, Measure
+from orchestrator.event_fields import float_of
+
+__all__ = ["draw"]
+
+_SIZE_INCHES = (9.0, 6.0)
+_DOTS_PER_INCH = 110
+_FLOOR = 1e-17  # where losses are equal to the bit: a logarithm has no zero
+
+
+def draw(path: Path, unbroken: History, interrupted: History, comparison: Comparison) -> str:
+    """Write the picture; its path, or why there is none."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"none: {error} (pip install matplotlib)"
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for history, name, style in ((unbroken, "uninterrupted", "-"), (interrupted, "interrupted", "--")):
+        steps = sorted(history.steps)
+        upper.plot(steps, [float_of(history.steps[step], LOSS.field) for step in steps], style, label=name)
+    _draw_difference(lower, unbroken, interrupted, comparison)
+    for axis in (upper, lower):
+        for strike in interrupted.strikes:
+            axis.axvline(strike.at_step, color="0.7", linewidth=0.8, zorder=0)
+        if comparison.first:
+            axis.axvline(comparison.first[0].step, color="tab:red", linewidth=1.0)
+    for strike in interrupted.strikes:
+        upper.annotate(
+            strike.verb,
+            (strike.at_step, 1.0),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            fontsize=7,
+            ha="right",
+            va="top",
+            color="0.4",
+        )
+    upper.set_ylabel("loss")
+    upper.legend(loc="upper center")
+    lower.set_xlabel("step")
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        return f"none: {error}"
+    return str(path)
+
+
+def _draw_difference(axis: Any, unbroken: History, interrupted: History, comparison: Comparison) -> None:
+    steps = sorted(unbroken.steps.keys() & interrupted.steps.keys())
+    sizes = [_relative(float_of(unbroken.steps[step], LOSS.field), float_of(interrupted.steps[step], LOSS.field))
+             for step in steps]  # fmt: skip
+    axis.semilogy(steps, [max(size, _FLOOR) for size in sizes], ".", markersize=3)
+    rule = comparison.rules[LOSS]
+    if rule.measure is Measure.RELATIVE:
+        axis.axhline(rule.tolerance, color="tab:red", linewidth=0.8, linestyle=":")
+    is_equal = not any(sizes)
+    axis.set_ylim(_FLOOR / 3, max(1e-3, *sizes, 1e-3) * 3)
+    axis.set_ylabel("equal to the bit" if is_equal else "relative difference")
+
+
+def _relative(here: float, there: float) -> float:
+    apart = abs(there - here)
+    if not math.isfinite(apart):
+        return 1.0
+    return apart / abs(here) if here else float(apart > 0)

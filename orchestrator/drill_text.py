@@ -1,0 +1,242 @@
+"""The result of a drill as text for people and as plain values for drill.json. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from orchestrator.drill_compare import Comparison, Difference
+from orchestrator.drill_history import History
+from orchestrator.drill_rules import LOSS, Quantity
+from orchestrator.summary import AttemptSummary
+
+__all__ = ["DrillResult", "result_json", "result_text"]
+
+_SHOWN_LOSSES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillResult:
+    """All that is told. ``seconds``: by run. ``audit``: what the data audit found wrong, None where it was not made.
+    ``plot``: the picture's file, or why there is none."""
+
+    name: str
+    reproducible: bool
+    faults: tuple[str, ...]
+    unbroken: History
+    interrupted: History
+    comparison: Comparison
+    exit_codes: dict[str, int]
+    seconds: dict[str, float]
+    audit: tuple[str, ...] | None
+    plot: str
+    folder: str
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        ends = (f"the {name} run ended with exit code {code}" for name, code in self.exit_codes.items() if code)
+        audit = (f"data audit: {found}" for found in self.audit or ())
+        return (*ends, *self.comparison.problems, *audit)
+
+    @property
+    def is_same(self) -> bool:
+        return not self.comparison.first and not self.problems
+
+
+def result_text(result: DrillResult) -> str:
+    """Short enough for one screen, the verdict last."""
+    comparison = result.comparison
+    lines = [
+        *_heading(result),
+        "",
+        *_recoveries(result.interrupted),
+        "",
+        *_losses(result),
+        "",
+        *_quantities(comparison),
+        "",
+    ]
+    if comparison.world_differs_at is not None and any(rule.only_same_world for rule in comparison.rules.values()):
+        lines.append(
+            f"From step {comparison.world_differs_at} on the runs have different numbers of workers: sums are rounded "
+            "in another order, so bits are not compared any more (reproducible: true promises them)."
+        )
+    if comparison.first:
+        lines += _first_difference(result)
+    lines += [f"PROBLEM  {problem}" for problem in result.problems]
+    lines += [f"plot     {result.plot}", f"files    {result.folder}", "", _verdict(result)]
+    return "\n".join(lines)
+
+
+def _heading(result: DrillResult) -> list[str]:
+    seconds = ", ".join(f"{name} {spent:.0f} s" for name, spent in result.seconds.items())
+    promise = "the same bits (reproducible)" if result.reproducible else "the same within rounding"
+    return [
+        f"Drill of {result.name}: {result.comparison.num_steps} steps twice, {seconds}",
+        f"promised {promise}",
+        f"faults   {', '.join(result.faults)}",
+    ]
+
+
+def _recoveries(history: History) -> list[str]:
+    lines = [
+        f"{len(history.recoveries)} recoveries, {history.num_rolled_back} steps trained again, "
+        f"workers {' > '.join(map(str, _sizes(history.attempts)))}"
+    ]
+    for attempt in history.recoveries:
+        took = _recovery_s(attempt)
+        time = "" if took is None else f", {took:.1f} s"
+        lines.append(
+            f"  {attempt['cause']:16} {attempt['world_size']} workers go on from step {attempt['restored_step']} "
+            f"({attempt['restored_from']}), {attempt['lost_steps']} lost{time}"
+        )
+    return lines
+
+
+def _sizes(attempts: Sequence[AttemptSummary]) -> list[int]:
+    sizes: list[int] = []
+    for attempt in attempts:
+        if not sizes or sizes[-1] != attempt["world_size"]:
+            sizes.append(attempt["world_size"])
+    return sizes
+
+
+def _recovery_s(attempt: AttemptSummary) -> float | None:
+    """From the fault to the end of the first step after it."""
+    began, stepped = attempt["fault_s"], attempt["first_step_s"]
+    return None if began is None or stepped is None else max(0.0, stepped - began)
+
+
+def _losses(result: DrillResult) -> list[str]:
+    """A few steps side by side, the first difference among them."""
+    one, other = result.unbroken.steps, result.interrupted.steps
+    steps = sorted(one.keys() & other.keys())
+    if not steps:
+        return ["no step is there to compare"]
+    spread = {steps[round(index * (len(steps) - 1) / (_SHOWN_LOSSES - 1))] for index in range(_SHOWN_LOSSES)}
+    spread |= {difference.step for difference in result.comparison.first}
+    lines = [f"{'step':>6}  {'loss':>12}  {'interrupted':>12}  {'relative difference':>20}  workers"]
+    for step in sorted(spread):
+        here, there = (float(str(history[step].get(LOSS.field, math.nan))) for history in (one, other))
+        apart = "0" if here == there else f"{abs(there - here) / abs(here) if here else math.inf:.2e}"
+        workers = f"{result.unbroken.world_size(step)} / {result.interrupted.world_size(step)}"
+        lines.append(f"{step:>6}  {here:>12.6f}  {there:>12.6f}  {apart:>20}  {workers}")
+    return lines
+
+
+def _quantities(comparison: Comparison) -> list[str]:
+    lines = [f"{'quantity':26} {'differs':>9} {'of':>6}  {'largest':>9}  demanded"]
+    for quantity, rule in comparison.rules.items():
+        compared = comparison.num_compared.get(quantity, 0)
+        if not compared:
+            continue
+        largest = comparison.largest.get(quantity)
+        size = "" if largest is None or largest.size is None else f"{largest.size:.1e}"
+        differing = comparison.num_differing.get(quantity, 0)
+        lines.append(f"{quantity.name:26} {differing:>9} {compared:>6}  {size:>9}  {rule}")
+    return lines
+
+
+def _first_difference(result: DrillResult) -> list[str]:
+    comparison = result.comparison
+    step = comparison.first[0].step
+    lines = [f"FIRST DIFFERENCE at step {step}"]
+    for difference in comparison.first:
+        size = "" if difference.size is None else f", {difference.size:.3g} apart"
+        values = f"{_value(difference.unbroken)} uninterrupted, {_value(difference.interrupted)} interrupted"
+        lines.append(f"  {difference.quantity.name}: {values}{size}")
+    strike = comparison.last_strike
+    lines.append("  no fault had struck before it" if strike is None else f"  the last fault before it: {strike}")
+    attempt = result.interrupted.attempt_of(step)
+    if attempt is not None and attempt["restored_step"]:
+        lines.append(
+            f"  the step was made by attempt {attempt['attempt']} ({attempt['cause']}), which went on from step "
+            f"{attempt['restored_step']} ({attempt['restored_from']})"
+        )
+    return lines
+
+
+def _value(value: object) -> str:
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _verdict(result: DrillResult) -> str:
+    if result.is_same:
+        what = "to the bit" if result.reproducible else "within what rounding explains"
+        return (
+            f"SAME: the interrupted run is the uninterrupted one, {what}, at all {result.comparison.num_steps} steps."
+        )
+    if result.comparison.first:
+        return f"NOT THE SAME: from step {result.comparison.first[0].step} on."
+    return f"NOT PROVEN: {result.problems[0]}."
+
+
+def result_json(result: DrillResult) -> dict[str, JsonValue]:
+    comparison = result.comparison
+    strike = comparison.last_strike
+    return {
+        "name": result.name,
+        "is_same": result.is_same,
+        "verdict": _verdict(result),
+        "reproducible": result.reproducible,
+        "steps": comparison.num_steps,
+        "faults": list(result.faults),
+        "happened": [str(one) for one in result.interrupted.strikes],
+        "exit_codes": dict(result.exit_codes),
+        "seconds": {name: round(spent, 3) for name, spent in result.seconds.items()},
+        "recoveries": [_recovery_json(attempt) for attempt in result.interrupted.recoveries],
+        "steps_trained_again": result.interrupted.num_rolled_back,
+        "steps_untold": len(result.interrupted.untold),
+        "world_differs_at": comparison.world_differs_at,
+        "quantities": {one.field: _quantity_json(comparison, one) for one in comparison.rules},
+        "first_difference": [_difference_json(one) for one in comparison.first],
+        "last_fault_before": None if strike is None else str(strike),
+        "weights_digest": {"uninterrupted": result.unbroken.weights_digest,
+                           "interrupted": result.interrupted.weights_digest},
+        "audit": None if result.audit is None else list(result.audit),
+        "problems": list(result.problems),
+        "plot": result.plot,
+        "folder": result.folder,
+    }  # fmt: skip
+
+
+def _recovery_json(attempt: AttemptSummary) -> JsonValue:
+    return {
+        "attempt": attempt["attempt"],
+        "cause": attempt["cause"],
+        "world_size": attempt["world_size"],
+        "restored_step": attempt["restored_step"],
+        "restored_from": attempt["restored_from"],
+        "lost_steps": attempt["lost_steps"],
+        "recovery_s": _recovery_s(attempt),
+    }
+
+
+def _quantity_json(comparison: Comparison, quantity: Quantity) -> JsonValue:
+    largest = comparison.largest.get(quantity)
+    return {
+        "demanded": str(comparison.rules[quantity]),
+        "compared": comparison.num_compared.get(quantity, 0),
+        "differing": comparison.num_differing.get(quantity, 0),
+        "largest": None if largest is None else _difference_json(largest),
+    }
+
+
+def _difference_json(difference: Difference) -> dict[str, JsonValue]:
+    return {
+        "step": difference.step,
+        "quantity": difference.quantity.field,
+        "uninterrupted": _plain(difference.unbroken),
+        "interrupted": _plain(difference.interrupted),
+        "size": _plain(difference.size),
+    }
+
+
+def _plain(value: object) -> JsonValue:
+    """JSON has no word for infinities."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -1,0 +1,187 @@
+"""What a drill calls the same run: step by step, of the history that counts. Pure, on the events of imagined runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from orchestrator.drill_compare import Comparison, compare
+from orchestrator.drill_history import History, read_history
+from orchestrator.drill_rules import EXACT, ROUNDED, Rules
+from tests.fakes.drill_events import Change, DrillEvents
+
+STEPS = 20
+PLANNED = [("kill-worker", 8)]
+
+
+def unbroken() -> History:
+    return read_history(DrillEvents().begin(4).train(STEPS).end())
+
+
+def interrupted(changes: Mapping[int, Change] | None = None, *, size: int = 3, digest: str | None = None) -> History:
+    """Killed at step 8, gone on from step 6 with ``size`` workers."""
+    run = DrillEvents(changes).begin(4).train(8).strike("kill-worker", 8)
+    return read_history(run.begin(size, restored=6, cause="worker-lost").train(STEPS).end(digest))
+
+
+def judged(other: History, rules: Rules = EXACT, planned: list[tuple[str, int]] = PLANNED) -> Comparison:
+    return compare(unbroken(), other, rules=rules, num_steps=STEPS, planned=planned)
+
+
+def setting(name: str, value: Any) -> Change:
+    return lambda event: event.update({name: value})
+
+
+def scaling(name: str, factor: float) -> Change:
+    return lambda event: event.update({name: event[name] * factor})
+
+
+def test_an_interrupted_run_with_the_same_values_is_the_same() -> None:
+    found = judged(interrupted())
+    assert (found.is_same, found.first, found.problems) == (True, (), ())
+    assert set(found.num_compared.values()) == {STEPS}
+    assert found.world_differs_at == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("loss", scaling("loss", 1 + 1e-15)),
+        ("grad_norm", scaling("grad_norm", 1 + 1e-15)),
+        ("lr", scaling("lr", 1 + 1e-15)),
+        ("tokens", setting("tokens", 1)),
+        ("position", setting("position", 1)),
+        ("sample_chain", setting("sample_chain", "other")),
+        ("weights_digest", setting("weights_digest", "other")),
+        ("optimizer_digest", setting("optimizer_digest", "other")),
+        ("rest_digest", setting("rest_digest", "other")),
+        ("rng_digest", setting("rng_digest", "other")),
+        ("loss_scale", setting("loss_scale", 2.0)),
+    ],
+)
+def test_where_bits_are_promised_one_in_any_quantity_is_a_difference(name: str, change: Change) -> None:
+    found = judged(interrupted({11: change}))
+    assert not found.is_same
+    assert [(one.step, one.quantity.field) for one in found.first] == [(11, name)]
+    assert found.num_differing == {found.first[0].quantity: 1}
+
+
+def test_the_first_difference_has_both_values_its_size_and_the_fault_before_it() -> None:
+    changes = {step: scaling("loss", 1 + step * 1e-3) for step in (9, 10, 12)}
+    found = judged(interrupted(changes))
+    first = found.first[0]
+    expected = 1 + math.exp(-1)
+    assert (first.step, first.unbroken, first.interrupted) == (9, expected, expected * 1.009)
+    assert str(found.last_strike) == "kill-worker at step 8 (node 2)"
+    assert found.largest[first.quantity].step == 12
+    assert found.num_differing[first.quantity] == 3
+
+
+def test_a_difference_before_any_fault_blames_none() -> None:
+    found = judged(interrupted({4: scaling("loss", 1.5)}))
+    assert (found.first[0].step, found.last_strike) == (4, None)
+
+
+def test_everything_that_differs_at_that_step_is_told_in_the_order_in_which_a_step_comes_about() -> None:
+    def change(event: dict[str, Any]) -> None:
+        event.update(loss=9.0, weights_digest="w", optimizer_digest="o", position=3)
+
+    found = judged(interrupted({9: change}))
+    assert [one.quantity.field for one in found.first] == ["position", "loss", "optimizer_digest", "weights_digest"]
+
+
+def test_what_was_rolled_back_does_not_count() -> None:
+    times: list[int] = []
+
+    def only_at_first(event: dict[str, Any]) -> None:
+        if not times:
+            event["loss"] = 77.0
+        times.append(8)
+
+    history = interrupted({8: only_at_first})
+    assert len(times) == 2
+    assert judged(history).is_same
+    assert (history.num_rolled_back, history.num_finished) == (2, STEPS + 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused"),
+    [("loss", 0.9e-4, 1.1e-4), ("grad_norm", 0.9e-2, 1.1e-2), ("lr", 0.9e-9, 1.1e-9)],
+)
+def test_where_sums_are_rounded_each_number_has_its_tolerance(name: str, allowed: float, refused: float) -> None:
+    assert judged(interrupted({11: scaling(name, 1 + allowed)}), ROUNDED).is_same
+    found = judged(interrupted({11: scaling(name, 1 - refused)}), ROUNDED)
+    assert [(one.step, one.quantity.field) for one in found.first] == [(11, name)]
+
+
+@pytest.mark.parametrize("name", ["weights_digest", "optimizer_digest", "rest_digest", "rng_digest"])
+def test_digests_are_held_to_the_bit_only_while_the_worlds_have_one_size(name: str) -> None:
+    late, early = {12: setting(name, "other")}, {5: setting(name, "other")}
+    assert judged(interrupted(late, size=3, digest="another"), ROUNDED).is_same
+    assert not judged(interrupted(late, size=4), ROUNDED).is_same, "a worker was replaced: nothing is rounded otherwise"
+    assert not judged(interrupted(early, size=3), ROUNDED).is_same
+
+
+@pytest.mark.parametrize("name", ["sample_chain", "position", "tokens"])
+def test_samples_are_exact_at_any_number_of_workers(name: str) -> None:
+    assert not judged(interrupted({12: setting(name, 0)}), ROUNDED).is_same
+
+
+def test_a_loss_that_is_no_number_is_equal_to_itself_alone() -> None:
+    nan = {11: setting("loss", math.nan)}
+    both = read_history(DrillEvents(nan).begin(4).train(STEPS).end())
+    assert compare(both, interrupted(nan), rules=EXACT, num_steps=STEPS, planned=PLANNED).is_same
+    found = judged(interrupted(nan), ROUNDED)
+    assert (found.first[0].step, found.first[0].size) == (11, math.inf)
+
+
+# -- what proves nothing ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_nothing_interrupted_proves_nothing() -> None:
+    found = judged(unbroken(), planned=[])
+    assert not found.is_same
+    assert found.problems == ("nothing was interrupted: the second run went through in one attempt as well",)
+
+
+def test_every_fault_must_have_happened_each_once() -> None:
+    planned = [("kill-worker", 8), ("kill-worker", 8), ("drain-node", 12)]
+    found = judged(interrupted(), planned=planned)
+    assert found.problems == ("kill-worker@8 never happened", "drain-node@12 never happened")
+
+
+def test_steps_that_are_missing_or_not_traced_are_no_proof() -> None:
+    run = DrillEvents({5: lambda event: event.pop("weights_digest")}).begin(4).train(8).strike("kill-worker", 8)
+    history = read_history(run.begin(3, restored=6, cause="worker-lost").train(15).end("weights-20"))
+    found = judged(history)
+    assert "the interrupted run did not make 5 of 20 steps: 16, 17, 18, 19, 20" in found.problems
+    assert any("1 steps of the interrupted run, from 5 on, have no digests" in problem for problem in found.problems)
+
+
+def test_steps_whose_events_died_with_a_driver_are_not_missing() -> None:
+    run = DrillEvents().begin(4).train(8).strike("kill-driver", 8)
+    history = read_history(run.begin(4, restored=10, cause="driver-restart").train(STEPS).end())
+    found = judged(history, planned=[("kill-driver", 8)])
+    assert found.is_same
+    assert history.untold == {9, 10}
+
+
+def test_a_reference_that_was_interrupted_itself_is_none() -> None:
+    reference = interrupted()
+    found = compare(reference, interrupted(), rules=EXACT, num_steps=STEPS, planned=PLANNED)
+    assert found.problems == ("the uninterrupted run was interrupted itself: worker-lost",)
+
+
+def test_the_weights_at_the_end_must_be_those_that_the_runs_ended_with() -> None:
+    found = judged(interrupted(digest="other"))
+    assert found.problems == ("the weights at the end: weights-20 uninterrupted, other interrupted",)
+
+
+def test_late_lines_of_an_older_attempt_change_nothing() -> None:
+    run = DrillEvents().begin(4).train(8).strike("kill-worker", 8).begin(3, restored=6, cause="worker-lost")
+    late = {**run.events[9], "step": 7, "attempt": 1, "loss": 55.0}
+    run.events.append(late)
+    assert judged(read_history(run.train(STEPS).end())).is_same
