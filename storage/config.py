@@ -186,6 +186,20 @@ class CheckpointConfig(BaseModel):
     max_failed_saves: int | None = Field(
         None, ge=1, description="saves in a row that may fail before the run ends (exit code 16); null: any number"
     )
+    proof: bool = Field(True, description="take a probe's loss at every save, and again after each load from the store")
+    verify: Literal["load", "digests", "off"] = Field(
+        "load", description="what is done in the background with each Checkpoint, where it can be loaded: see the docs"
+    )
+    verify_load_per_core: float = Field(
+        0.7, ge=0, description="verifying begins where the driver's machine is less busy than this, by its load average"
+    )
+    verify_after_s: float = Field(900.0, ge=0, description="age at which a Checkpoint is verified however busy it is")
     memory: MemoryConfig = MemoryConfig()
     local_disk: LocalDiskConfig = LocalDiskConfig()
     store: StoreConfig = StoreConfig()
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _without_quotes(cls, value: object) -> object:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value

@@ -25,6 +25,7 @@ __all__ = [
     "ExchangeReply",
     "ExchangeRequest",
     "FailureCause",
+    "FieldPair",
     "Heartbeat",
     "Member",
     "MemorySpec",
@@ -33,6 +34,7 @@ __all__ = [
     "Outcome",
     "OutcomeKind",
     "Phase",
+    "ProofReport",
     "Restored",
     "SkippedWindow",
     "StepReport",
@@ -319,9 +321,34 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FieldPair:
+    """One part of the plain state as its Checkpoint has it, and as the living objects hold it after the load."""
+
+    name: str
+    saved: str
+    restored: str
+
+    @property
+    def is_equal(self) -> bool:
+        return self.saved == self.restored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofReport:
+    """The recorded loss of a Checkpoint's probe, and what was found after the load. ``skipped``: why it was not taken
+    again; the losses then mean nothing."""
+
+    expected: float = 0.0
+    found: float = 0.0
+    tolerance: float = 0.0
+    seconds: float = 0.0
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What one rank read of the Checkpoint that its Attempt began with, and how long that took. ``bound`` None: every
-    tensor is exact."""
+    """What one rank read of the Checkpoint that its Attempt began with, and how long that took, its probe included.
+    ``bound`` None: every tensor is exact. ``side_by_side``: rank 0's."""
 
     attempt: Attempt
     step: int
@@ -329,6 +356,8 @@ class Restored:
     bound: float | None
     reseeded: bool
     load_s: float = 0.0
+    proof: ProofReport | None = None
+    side_by_side: tuple[FieldPair, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -236,7 +236,8 @@ class GenerationWriter:
             ticket.end_copy()
 
     def _seal(self, ticket: Ticket, lease: BufferLease, digest: str, *, is_kept: bool) -> None:
-        sealed = self._stager.sealed(ticket.request, lease, digest, world_size=self._world_size, stall_s=ticket.stall_s)
+        stall_s = ticket.stalled_s + ticket.stall_s
+        sealed = self._stager.sealed(ticket.request, lease, digest, world_size=self._world_size, stall_s=stall_s)
         peer = self._peer if is_kept else None
         try:
             self._keeper.seal(replace(sealed, ship=ticket.ship, keep=is_kept, peer=peer, bounded=ticket.bounded))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,9 +28,11 @@ from workers.loss_scaling import build_scaler
 from workers.models import ModelTemplate, instantiate, materialize
 from workers.optim import build_optimizer, build_scheduler
 from workers.parallelize import parallelize
-from workers.resume import restore
+from workers.probe import ProbeRows
+from workers.resume import RestoreReport, restore
 from workers.rng import seed_rng
 from workers.settings import WorkerSettings
+from workers.snapshot import capture
 from workers.staging import Stager
 from workers.state import Tracker, TrainingState
 from workers.snapshot import capture
@@ -63,6 +65,7 @@ class WarmParts:
     dataset: TokenDataset
     validation: TokenDataset | None
     stager: Stager
+    probe_rows: ProbeRows = field(default_factory=ProbeRows)
 
 
 def load_state(
@@ -73,7 +76,7 @@ def load_state(
     parts: WarmParts,
     own_trackers: Mapping[str, Tracker],
     mesh: DeviceMesh,
-    on_restored: Callable[[Restored], None] = lambda _: None,
+    on_restored: Callable[[Restored, RestoreReport], None] = lambda *_: None,
 ) -> TrainingState:
     """The state with which step ``progress.step + 1`` begins."""
     model = parallelize(_meta_model(makers, parts.template), settings.model, mesh)
@@ -97,6 +100,8 @@ def load_state(
         rank_trackers={} if makers.rank_trackers is None else dict(makers.rank_trackers(model)),
         scaler=scaler,
     )
+    # What cannot be stored is refused now, by name, and not at the first save.
+    capture(state, rank=spec.rank, world_size=spec.world.size, rng=False)
     if spec.restore is None:
         seed_rng(settings.seed, spec.rank, 0)
         return state
@@ -106,8 +111,6 @@ def load_state(
     report = restore(
         state,
         spec.restore,
-    # What cannot be stored is refused now, by name, and not at the first save.
-    capture(state, rank=spec.rank, world_size=spec.world.size, rng=False)
         None if is_in_memory else open_store(spec.restore.root_url, settings.checkpoint.store),
         rank=spec.rank,
         world_size=spec.world.size,
@@ -123,7 +126,8 @@ def load_state(
             bound=report.bound,
             reseeded=report.reseeded,
             load_s=time.monotonic() - began,
-        )
+        ),
+        report,
     )
     return state
 

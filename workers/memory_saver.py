@@ -20,6 +20,7 @@ from workers.generation_writer import GenerationWriter
 from workers.local_step import looks_at_no_tensor
 from workers.memory_cadence import MemoryCadence
 from workers.memory_ticket import Ticket
+from workers.proof import ProofRecord, attach
 from workers.settings import WorkerSettings
 from workers.snapshot import capture
 from workers.staging import Stager
@@ -106,7 +107,9 @@ class MemorySaver:
     def reach(self, step: int, *, is_ordered: bool) -> bool:
         return self._cadence.reach(step, is_ordered=is_ordered)
 
-    def take(self, step: int, *, ship: bool, wait_s: float | None, bounded: bool = False) -> bool:
+    def take(
+        self, step: int, *, ship: bool, wait_s: float | None, bounded: bool = False, proof: ProofRecord | None = None
+    ) -> bool:
         """Take a Snapshot of ``step``; ``ship``: for the store as well, ``bounded``: there in the cheaper form.
         ``wait_s`` None: nothing is waited for, and what became of it shows later. False: it was not taken in that
         time."""
@@ -115,10 +118,14 @@ class MemorySaver:
         reshard(self._state.model)  # a loop's own evaluation may have left parameters whole
         spec = self._spec
         snapshot = capture(self._state, rank=spec.rank, world_size=spec.world.size)
+        attach(snapshot, proof)
         make = self._stager.draft if wait_s is not None else self._stager.draft_apart
         draft = make(snapshot, attempt=spec.attempt, step=step, rank=spec.rank, world_size=spec.world.size)
         until = math.inf if wait_s is None else started_at + wait_s
-        ticket = Ticket(draft, self._stager.request(draft), ship=ship, until=until, bounded=bounded)
+        probe_s = 0.0 if proof is None else proof.seconds
+        ticket = Ticket(
+            draft, self._stager.request(draft), ship=ship, until=until, bounded=bounded, stalled_s=probe_s
+        )
         del draft, snapshot
         ticket.add_stall(time.monotonic() - started_at)
         self._writer.submit(ticket, self._check)

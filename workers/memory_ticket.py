@@ -20,10 +20,21 @@ _CHECK_S: Final = 0.2
 
 class Ticket:
     """``ship``: it is to be carried to the store as well, ``bounded``: in the cheaper form. ``until``: how long a
-    buffer is waited for, by the monotonic clock; inf: until it is taken back."""
+    buffer is waited for, by the monotonic clock; inf: until it is taken back. ``stalled_s``: how long training stood
+    for the save before there was a Snapshot; no part of `stall_s`, which is the copy's."""
 
-    def __init__(self, draft: Draft, request: LeaseRequest, *, ship: bool, until: float, bounded: bool = False) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        request: LeaseRequest,
+        *,
+        ship: bool,
+        until: float,
+        bounded: bool = False,
+        stalled_s: float = 0.0,
+    ) -> None:
         self.request, self.ship, self.until, self.bounded = request, ship, until, bounded
+        self.stalled_s = stalled_s
         self._changed = threading.Condition()
         self._draft: Draft | None = draft
         self._is_copying = self._is_refused = self._is_over = self._is_sealed = False

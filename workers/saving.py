@@ -15,6 +15,7 @@ from workers.evaluation import reshard
 from workers.heartbeat import Pulse
 from workers.memory_saver import MemorySaver
 from workers.order_desk import OrderDesk
+from workers.proof import Proof, ProofRecord, attach
 from workers.save_share import ShareMeter
 from workers.settings import WorkerSettings
 from workers.snapshot import capture
@@ -43,8 +44,9 @@ class Saving:
         pulse: Pulse,
         check: Callable[[], None],
         share: ShareMeter,
+        proof: Proof | None = None,
     ) -> None:
-        self._share = share
+        self._share, self._proof = share, proof
         self._state, self._settings, self._spec, self._stager = state, settings, spec, stager
         self._desk, self._pulse, self._check = desk, pulse, check
         self._order: BoundOrder | None = None
@@ -85,13 +87,21 @@ class Saving:
         """Take the Snapshot that `is_due` spoke of. Progress stands at ``step``."""
         order, self._order = self._order, None
         wait_s = 0.0 if order is None else self._wait_s(order)
+        record = self._probe(step, order)
         before = self._share.begin()
-        is_taken = self._take(step, order, wait_s)
+        is_taken = self._take(step, order, wait_s, record)
         if is_taken and self._stager.drafted is not None:
             is_beside = self.memory is not None and not wait_s
             self._share.end(step, before, self._stager.drafted, is_beside=is_beside)
 
-    def _take(self, step: int, order: BoundOrder | None, wait_s: float) -> bool:
+    def _probe(self, step: int, order: BoundOrder | None) -> ProofRecord | None:
+        """Of what goes to the store, and on all ranks: whether a buffer is free for its save shows only later."""
+        if self._proof is None or order is None or order.kind is OrderKind.PART:
+            return None
+        with self._pulse.during(Phase.CHECKPOINTING):
+            return self._proof.take(self._state, step, is_pressed=order.kind.is_bounded)
+
+    def _take(self, step: int, order: BoundOrder | None, wait_s: float, proof: ProofRecord | None) -> bool:
         """``order`` None: for memory alone. False: no Snapshot was taken."""
         if order is None:
             assert self.memory is not None  # nothing else was due
@@ -99,9 +109,10 @@ class Saving:
         with self._pulse.during(Phase.CHECKPOINTING):
             if self.memory is not None:
                 ship = order.kind is not OrderKind.PART
-                is_staged = self.memory.take(step, ship=ship, wait_s=wait_s or None, bounded=order.kind.is_bounded)
+                is_bounded = order.kind.is_bounded
+                is_staged = self.memory.take(step, ship=ship, wait_s=wait_s or None, bounded=is_bounded, proof=proof)
             else:
-                is_staged = self._stage_in_time(step, wait_s, bounded=order.kind.is_bounded)
+                is_staged = self._stage_in_time(step, wait_s, bounded=order.kind.is_bounded, proof=proof)
         if not is_staged:
             self._desk.leave_out(step)
         if order.kind.ends_attempt and step != self._settings.total_steps:
@@ -127,12 +138,12 @@ class Saving:
             case _:
                 return 0.0
 
-    def _stage_in_time(self, step: int, wait_s: float, *, bounded: bool) -> bool:
+    def _stage_in_time(self, step: int, wait_s: float, *, bounded: bool, proof: ProofRecord | None) -> bool:
         """Stage; a Keeper that is away is waited for like a buffer that is not free. Training outlives it."""
         until = time.monotonic() + wait_s
         while True:
             try:
-                return self._stage(step, max(0.0, until - time.monotonic()), bounded=bounded)
+                return self._stage(step, max(0.0, until - time.monotonic()), bounded=bounded, proof=proof)
             except KeeperUnreachable as error:
                 self._check()
                 if time.monotonic() >= until:
@@ -140,10 +151,11 @@ class Saving:
                     return False
                 time.sleep(_KEEPER_AWAY_S)
 
-    def _stage(self, step: int, wait_s: float, *, bounded: bool) -> bool:
+    def _stage(self, step: int, wait_s: float, *, bounded: bool, proof: ProofRecord | None) -> bool:
         reshard(self._state.model)  # a loop's own evaluation may have left parameters whole
         rank, world_size = self._spec.rank, self._spec.world.size
         snapshot = capture(self._state, rank=rank, world_size=world_size)
+        attach(snapshot, proof)
         result = self._stager.stage(
             snapshot,
             attempt=self._spec.attempt,
@@ -152,6 +164,7 @@ class Saving:
             world_size=world_size,
             wait_s=wait_s,
             bounded=bounded,
+            stalled_s=0.0 if proof is None else proof.seconds,
         )
         if not result.staged:
             _log.info("rank %d: step %d is not saved: no buffer came free within %g s", rank, step, wait_s)

@@ -17,7 +17,6 @@ import torch
 from pydantic import JsonValue
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -32,9 +31,12 @@ from workers.evaluation import evaluate
 from workers.groups import Groups
 from workers.heartbeat import Pulse
 from workers.loading import Makers, WarmParts, load_state
+from workers.loss import LossOf, mean_token_loss
 from workers.loss_scaling import LossScaling
 from workers.memory_pressure import MemoryPressure
 from workers.order_desk import OrderDesk
+from workers.proof import Proof
+from workers.resume_check import ResumeCheck
 from workers.save_share import ShareMeter
 from workers.saving import Saving
 from workers.settings import WorkerSettings
@@ -93,6 +95,7 @@ class Session:
             upload=self._reader.upload,
         )
         self._state: TrainingState | None = None
+        self._loss: LossOf = mean_token_loss
         self._model: weakref.ref[nn.Module] | None = None
         self._stream: LeafStream | None = None
         self._orders: OrderDesk | None = None
@@ -160,10 +163,12 @@ class Session:
         make_trackers: Callable[[nn.Module], Mapping[str, Tracker]] | None = None,
         make_rank_trackers: Callable[[nn.Module], Mapping[str, Tracker]] | None = None,
         make_scaler: Callable[[], GradScaler] | None = None,
+        loss: LossOf | None = None,
     ) -> TrainingState:
         """Build and restore the state with a model, optimizer, schedule or trackers of one's own; once, at the start.
 
-        ``make_model`` runs on the meta device and gives an unsharded model; `loss` expects a Hugging Face causal LM.
+        ``make_model`` runs on the meta device and gives an unsharded model. ``loss``: of a model and a leaf the mean
+        loss, what `loss` then returns and the proof of a resume takes; left out: that of a Hugging Face causal LM.
         ``make_rank_trackers``: state that differs from rank to rank, each comes back to its own (`rank` says which).
         """
         if self._state is not None:
@@ -175,6 +180,15 @@ class Session:
             seed=settings.seed,
             global_batch=settings.data.global_batch,
             allow_changed=settings.data.allow_changed or spec.data_override,
+        )
+        self._loss = mean_token_loss if loss is None else loss
+        check = ResumeCheck(
+            Proof.of(settings, spec, self._parts, loss=loss, has_own_model=make_model is not None),
+            spec,
+            groups=self._groups,
+            patience=self._data_patience,
+            pulse=self._pulse,
+            is_built_in=make_optimizer is None and make_scheduler is None,
         )
         state = load_state(
             Makers(
@@ -190,10 +204,11 @@ class Session:
             parts=self._parts,
             own_trackers={DATA_TRACKER: identity},
             mesh=self._groups.mesh,
-            on_restored=self._pulse.restored,
+            on_restored=check.take,
         )
         self._state, self._model = state, weakref.ref(state.model)
-        self._begin(state)
+        stream = self._begin(state, check.proof)
+        check.run(state, position=stream.position)
         self._pulse.beat(Phase.COMPILING, step=state.progress.step)
         return state
 
@@ -222,9 +237,8 @@ class Session:
                 return
 
     def loss(self, leaf: Leaf) -> torch.Tensor:
-        """Mean token loss of the leaf in fp32. Its labels are its inputs moved on by one token."""
-        logits = self.state.model(input_ids=leaf.input_ids).logits
-        return functional.cross_entropy(logits.float().flatten(0, 1), leaf.labels.flatten())
+        """Mean loss of the leaf: by the ``loss`` that `build` was given, else by `workers.loss`."""
+        return self._loss(self.state.model, leaf)
 
     def step_end(self, step: TrainStep) -> None:
         """Every rank, once a step, after `TrainStep.apply`: sum the vector, and carry out what is due."""
@@ -311,8 +325,8 @@ class Session:
         assert self._saver is not None  # made together with the state, before any step
         return self._saver
 
-    def _begin(self, state: TrainingState) -> None:
-        """Put stream and Orders where the state stands."""
+    def _begin(self, state: TrainingState, proof: Proof) -> LeafStream:
+        """Put stream and Orders where the state stands; the stream."""
         settings, step = self._settings, state.progress.step
         progress = state.progress
         progress.skipped = skip_ahead(progress.skipped, progress.position, self._spec.skipped)
@@ -344,8 +358,10 @@ class Session:
             pulse=self._pulse,
             check=self._check,
             share=ShareMeter(self.device, None if self._courier is None else self._courier.report_share),
+            proof=proof,
         )
         self._finished_step = self._base_step = step
+        return stream
 
     def _absorb(self, in_flight: _InFlight) -> None:
         """Take in the totals of one step: Progress on every rank, the report on rank 0."""
