@@ -1,4 +1,4 @@
-"""`raysume data`: makes token datasets. The work is done in workers.prepare."""
+"""`raysume data`: makes token datasets, and audits what a Run made of one. The work is done in workers.prepare."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.cli_data_audit import AUDIT_EPILOG, audit
 from orchestrator.exit_codes import ExitCode
 
 __all__ = ["data"]
 
 data = typer.Typer(
     name="data",
-    help="Make token datasets.",
+    help="Make token datasets, and prove which samples a run was trained on.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -23,11 +24,6 @@ _PREPARE_EPILOG = """[bold]Examples[/bold]
 
   raysume data prepare ./corpus s3://bucket/tokens --sequence-length 2048 --vocab-size 32000
 """
-
-
-@data.callback()
-def _root() -> None:
-    pass
 
 
 @data.command(epilog=_PREPARE_EPILOG)
@@ -54,6 +50,9 @@ def prepare(
     except KeyboardInterrupt:
         typer.echo("stopped; the dataset is incomplete: run the same command again", err=True)
         raise typer.Exit(ExitCode.STOPPED) from None
+
+
+data.command("audit", epilog=AUDIT_EPILOG)(audit)
 
 
 def _prepare(

@@ -57,7 +57,7 @@ class AuditReport:
     """Steps ``first_step`` to ``last_step``; ``unrecorded``: samples before them that the ledger says nothing of.
 
     ``skipped``: windows on the way, left out on purpose. ``worlds``: steps made at each world size. ``lives``: Attempts
-    that have steps in this history.
+    that have steps in this history. ``assumed_steps``: the first so many are not recorded; their chain proves them.
     """
 
     first_step: int
@@ -75,6 +75,7 @@ class AuditReport:
     batches: tuple[int, ...]
     num_chains: int
     findings: tuple[Finding, ...] = ()
+    assumed_steps: int = 0
 
     @property
     def is_proven(self) -> bool:
@@ -100,7 +101,8 @@ def audit(
     findings = [*places.findings, *walk.findings(), *_against(claims, ledger, places)]
     findings.sort(key=lambda found: (found.first_step, found.last_step))
     trained = ledger.trained
-    sizes = sorted({size for one in trained for size in one.worlds})
+    known = tuple(one for one in trained if one.attempts[1])  # Attempts count from 1; 0: it is not known which
+    sizes = sorted({size for one in known for size in one.worlds})
     return AuditReport(
         first_step=ledger.beginning.step + 1,
         last_step=ledger.last_step,
@@ -111,9 +113,9 @@ def audit(
         num_skipped=sum(count for _, count in places.skipped),
         skipped=tuple(one for one in ledger.left_out if ledger.beginning.place <= one.place < places.end),
         parts=tuple(walk.parts),
-        attempts=(trained[0].attempts[0], trained[-1].attempts[1]) if trained else (0, 0),
-        lives=_lives(trained),
-        worlds={size: sum(one.worlds.get(size, 0) for one in trained) for size in sizes},
+        attempts=(known[0].attempts[0], known[-1].attempts[1]) if known else (0, 0),
+        lives=_lives(known),
+        worlds={size: sum(one.worlds.get(size, 0) for one in known) for size in sizes},
         batches=tuple(dict.fromkeys(one.batch for one in trained)),
         num_chains=walk.chains.num_right,
         findings=tuple(findings),
