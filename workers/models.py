@@ -81,7 +81,11 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int, *, init
     """
     model = unwrapped(model)
     with torch.no_grad():
+        ties = _ties(model)
         model.to_empty(device=device)
+        for first, *others in ties:
+            for table, key in others:
+                table[key] = first[0][first[1]]
         for _, tensor in _tensors(model):
             _mark_unfilled(tensor)
         _recompute_buffers(model)
@@ -104,6 +108,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for items in (model.named_parameters(), model.named_buffers()):
         for name, tensor in items:
             yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _ties(model: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """The places of each parameter and buffer that has several: moved from meta, each would get one of its own."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((table, key))
+    return [several for several in places.values() if len(several) > 1]
 
 
 def _mark_unfilled(tensor: torch.Tensor) -> None:
