@@ -36,7 +36,8 @@ class DrillEvents:
         while self._step < until:
             self._step += 1
             event = step_fields(self._step)
-            self._changes.get(self._step, lambda _: None)(event)
+            if (change := self._changes.get(self._step)) is not None:
+                change(event)
             self.emit("step", step=self._step, attempt=self._attempt, world_size=self._size, step_s=0.2,
                       finished_s=self._at_s, **event)  # fmt: skip
         return self

@@ -1,0 +1,152 @@
+"""Whatever a restore leaves out, the drill's comparison finds it at once.
+
+Real: a worker process, FSDP2 on gloo, the Session, Keeper, store, Manifest and restore, the trace, and events as the
+driver writes them. The kill between the two halves is imagined: the same process goes on from what was stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.drill_compare import Comparison, compare
+from orchestrator.drill_history import read_history
+from orchestrator.drill_rules import EXACT, ROUNDED
+from orchestrator.recorder import Recorder
+from orchestrator.signals import StepFinished
+from storage.commit_log import CommitLog
+from storage.keys import Attempt, StepKey
+from storage.merge import merge_receipts
+from storage.open_store import open_store
+from storage.sources import RestorePlan, ShardLocation
+from tests.fakes.mutated_restore import PARTS, MutatedLoop, Part
+from tests.fakes.rank_processes import Ended, Trio
+from tests.fakes.token_datasets import write_numbered_rows
+from tests.fakes.worker_settings import TINY_LLAMA, make_settings
+from workers.config import OptimConfig
+from workers.contract import OutcomeKind, StepReport
+from workers.settings import WorkerSettings
+
+STEPS, SAVED_STEP = 8, 4
+FIRST = ("start", 1, 0)
+SECOND = ("worker-lost", 2, SAVED_STEP)
+
+
+@dataclass(slots=True)
+class Sink:
+    """Keeps events as a file would."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, "t_s": float(len(self.events)), **fields})
+
+
+def told(*lives: tuple[tuple[str, int, int], Sequence[StepReport]], digest: str | None) -> list[dict[str, Any]]:
+    """The events of a driver that saw these Attempts: cause, number and restored step of each, and its reports."""
+    sink = Sink()
+    recorder = Recorder(sink, start_unix_s=0.0)
+    recorder.emit("run_started", run_id="run", is_new=True)
+    for (cause, number, restored), reports in lives:
+        if number > 1:
+            recorder.emit("chaos", verb="kill-worker", planned_step=SAVED_STEP, at_step=SAVED_STEP + 1, detail="")
+        attempt = Attempt(number=number, nonce="0badcafe")
+        recorder.attempt_started(attempt, 1, cause=cause, restored_step=restored, restored_from="own-memory")
+        recorder.record(StepFinished(attempt=attempt, report=report) for report in reports)
+    recorder.emit("run_finished", status="finished", exit_reason="", weights_digest=digest)
+    return sink.events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A run that was not interrupted, a plan that restores its step, and the process that can go on from there."""
+
+    process: Trio
+    settings: WorkerSettings
+    root: Path
+    whole: Ended
+    plan: RestorePlan
+
+    def resumed(self, left_out: Part | None) -> Comparison:
+        """Go on from the stored step with a restore that leaves a part out, and compare."""
+        self.process.make(self.settings, self.root, MutatedLoop(left_out=left_out))
+        ended = self.process.run(1, restore=self.plan)[0]
+        assert ended.outcome.kind is OutcomeKind.FINISHED, ended.outcome.cause
+        before = [report for report in self.whole.reports if report.step <= SAVED_STEP + 1]
+        whole = told((FIRST, self.whole.reports), digest=self.whole.outcome.weights_digest)
+        other = told((FIRST, before), (SECOND, ended.reports), digest=ended.outcome.weights_digest)
+        histories = read_history(whole), read_history(other)
+        planned = [("kill-worker", SAVED_STEP)]
+        found = [compare(*histories, rules=rules, num_steps=STEPS, planned=planned) for rules in (EXACT, ROUNDED)]
+        assert found[0].is_same == found[1].is_same, "at one number of workers both demand the same bits"
+        return found[0]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """With dropout, a schedule that has not ended and loss scaling, so that every part matters."""
+    data, root = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("root")
+    write_numbered_rows(str(data), 200, sequence_length=16, validation_rows=12)
+    settings = replace(
+        make_settings(str(data), every_steps=SAVED_STEP, total_steps=STEPS),
+        model=TINY_LLAMA.model_copy(update={"config": {**TINY_LLAMA.config, "attention_dropout": 0.2}}),
+        optim=OptimConfig(lr=1e-2, warmup_steps=3, loss_scaling=True),
+        trace_every=1,
+    )
+    process = Trio(1)
+    try:
+        process.make(settings, root, MutatedLoop(left_out=None))
+        whole = process.run(1)[0]
+        assert whole.outcome.kind is OutcomeKind.FINISHED, whole.outcome.cause
+        yield Scene(process=process, settings=settings, root=root, whole=whole, plan=plan_for(root, whole))
+    finally:
+        process.close()
+
+
+def plan_for(root: Path, ended: Ended) -> RestorePlan:
+    """Make the Manifest of the saved step and the plan that reads it."""
+    receipts = [receipt for receipt in ended.receipts if receipt.step == SAVED_STEP]
+    manifest = merge_receipts(receipts, time_utc="2026-01-01T00:00:00Z", metadata={}, ledger=None)
+    key, num_bytes, digest = CommitLog(open_store(str(root)), "run").write_manifest(manifest)
+    attempt = manifest.attempt.value()
+    shards = [ShardLocation(rank=one.rank, tier="object-storage", location=one.key) for one in manifest.shards]
+    return RestorePlan(
+        attempt=attempt,
+        source=StepKey(step=SAVED_STEP, attempt=attempt),
+        root_url=str(root),
+        manifest_key=key,
+        manifest_bytes=num_bytes,
+        manifest_digest=digest,
+        shards=tuple(shards),
+    )
+
+
+def test_a_whole_restore_is_the_same_run_to_the_bit(scene: Scene) -> None:
+    found = scene.resumed(None)
+    assert (found.is_same, found.first, found.problems) == (True, (), ())
+    assert min(found.num_compared.values()) == STEPS
+    assert len(found.num_compared) == len(EXACT), "a quantity was not compared"
+
+
+SEEN_BY: dict[Part, set[str]] = {
+    "moments": {"optimizer_digest", "weights_digest"},
+    "step counters": {"optimizer_digest", "weights_digest"},
+    "scheduler": {"rest_digest"},
+    "scaler": {"rest_digest"},
+    "rng": {"loss", "rng_digest"},
+    "data position": {"position", "sample_chain", "loss"},
+}
+
+
+@pytest.mark.parametrize("left_out", PARTS)
+def test_what_a_restore_leaves_out_is_found_at_the_first_step_after_it(scene: Scene, left_out: Part) -> None:
+    found = scene.resumed(left_out)
+    assert not found.is_same
+    assert found.first[0].step == SAVED_STEP + 1
+    assert {one.quantity.field for one in found.first} >= SEEN_BY[left_out]
+    assert found.last_strike is not None
+    assert found.last_strike.verb == "kill-worker"
