@@ -21,6 +21,7 @@ from workers.group_match import GroupMatch, match_groups
 from workers.loss_scaling import is_in_use
 from workers.names import named_parameters, optimizer_names, persistent_buffers
 from workers.optimizer_state import optimizer_kind
+from workers.plain_state import from_plain
 from workers.rank_trackers import saved_rank_trackers
 from workers.schedule import schedule_kind
 from workers.snapshot import MODEL, OPTIM, RANK_TRACKER, SCALER, SCHEDULER, TRACKER
@@ -81,7 +82,8 @@ def section(manifest: Manifest, name: str) -> dict[str, JsonValue]:
 
 def saved_groups(manifest: Manifest) -> list[dict[str, Any]]:
     """Param groups as saved: ``names`` and ``settings`` each."""
-    return cast("list[dict[str, Any]]", section(manifest, "optimizer").get("groups") or [])
+    groups = cast("list[dict[str, Any]]", section(manifest, "optimizer").get("groups") or [])
+    return [{"names": group["names"], "settings": from_plain(group["settings"], {})} for group in groups]
 
 
 def compare(state: TrainingState, manifest: Manifest, rank: int = 0) -> Match:

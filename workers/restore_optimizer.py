@@ -69,7 +69,7 @@ def _restore_settings(groups: list[dict[str, Any]], manifest: Manifest, match: M
         if index is None:
             lines.append(f"optimizer group {position} keeps the settings it was built with: it continues no saved one")
             continue
-        settings = from_plain(saved[index]["settings"], {})
+        settings = saved[index]["settings"]
         lines += [
             f"optimizer group {position}: {key} {settings[key]} of the checkpoint goes on; {group[key]}, with which it "
             "was built, does not count"
