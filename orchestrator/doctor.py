@@ -17,7 +17,20 @@ from storage.commit_log import CommitLog
 from storage.errors import CorruptCheckpoint, ObjectMissing, StorageError, StoreUnavailable
 from storage.events import utc_text
 from storage.inventory import Inventory, StoredStep, take_inventory
-from storage.keys import COMMITS, EVENTS, JOURNAL, LEASES, MANIFESTS, PROBES, QUARANTINE, RUN, SHARDS, SUMMARY, Attempt
+from storage.keys import (
+    COMMITS,
+    EVENTS,
+    JOURNAL,
+    LEASES,
+    MANIFESTS,
+    PROBES,
+    QUARANTINE,
+    RUN,
+    SHARDS,
+    SUMMARY,
+    VERIFIED,
+    Attempt,
+)
 from storage.lease_watch import DriverSighting, watch_drivers
 from storage.metered_store import MeteredStore
 from storage.object_store import ObjectEntry, ObjectStore
@@ -31,7 +44,7 @@ Severity = Literal["damage", "warning", "note"]
 
 _TAIL_BYTES = 256 << 10
 _SKEW_S = 60.0
-_FOLDERS = (COMMITS, MANIFESTS, SHARDS, QUARANTINE, JOURNAL, LEASES, PROBES)
+_FOLDERS = (COMMITS, MANIFESTS, SHARDS, QUARANTINE, VERIFIED, JOURNAL, LEASES, PROBES)
 _FILES = (RUN, SUMMARY, EVENTS)
 
 

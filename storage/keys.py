@@ -22,6 +22,7 @@ __all__ = [
     "RUN",
     "SHARDS",
     "SUMMARY",
+    "VERIFIED",
     "Attempt",
     "RecordKey",
     "StepKey",
@@ -40,12 +41,14 @@ __all__ = [
     "request_key",
     "shard_key",
     "shard_prefix",
+    "verified_key",
 ]
 
 COMMITS = "commits/"
 MANIFESTS = "manifests/"
 SHARDS = "shards/"
 QUARANTINE = "quarantine/"
+VERIFIED = "verified/"
 JOURNAL = "journal/"
 LEASES = "lease/"
 CONTROL = "control/"
@@ -138,6 +141,11 @@ def _record_stem(key: StepKey, writer: str | None) -> str:
 def quarantine_key(key: StepKey) -> str:
     """Name of the record that takes ``key`` out of use."""
     return f"{QUARANTINE}{key.stem}.json"
+
+
+def verified_key(key: StepKey) -> str:
+    """Name of the record that ``key`` was verified."""
+    return f"{VERIFIED}{key.stem}.json"
 
 
 def shard_prefix(key: StepKey) -> str:

@@ -12,12 +12,14 @@ from storage.commit_log import CommitLog
 from storage.keys import (
     MANIFESTS,
     SHARDS,
+    VERIFIED,
     Attempt,
     StepKey,
     parse_record_key,
     parse_shard_key,
     parse_step_key,
     shard_prefix,
+    verified_key,
 )
 from storage.manifest import Commit
 from storage.object_store import ObjectStore
@@ -66,7 +68,8 @@ def sweep_orphans(
     grace_s: float,
     now_s: float,
 ) -> list[str]:
-    """Delete Shards and Manifests that no Commit names and none will; returns their keys.
+    """Delete Shards and Manifests that no Commit names and none will, and what says that they were verified; returns
+    the keys of the former.
 
     Those are the ones of Attempts older than ``live_attempt``, which need not have committed anything, and its own of
     steps before its newest Commit. An orphan goes once it has been seen for ``grace_s``: the driver of an older Attempt
@@ -109,13 +112,15 @@ def _is_over(key: StepKey, live_attempt: Attempt, newest_step: int) -> bool:
 def _step_keys(store: ObjectStore) -> set[StepKey]:
     shards = (parse_shard_key(entry.key) for entry in store.list(SHARDS))
     keys = {parsed[0] for parsed in shards if parsed is not None}
-    manifests = (parse_record_key(entry.key, MANIFESTS) for entry in store.list(MANIFESTS))
-    return keys | {record.step_key for record in manifests if record is not None}
+    for folder in (MANIFESTS, VERIFIED):
+        records = (parse_record_key(entry.key, folder) for entry in store.list(folder))
+        keys |= {record.step_key for record in records if record is not None}
+    return keys
 
 
 def _delete_objects(store: ObjectStore, log: CommitLog, key: StepKey) -> list[str]:
     # Manifests last: while one is left, an interrupted sweep is seen and taken up again.
     names = [entry.key for entry in store.list(shard_prefix(key)) if parse_shard_key(entry.key) is not None]
     names += log.manifest_keys(key)
-    store.delete(names)
+    store.delete([verified_key(key), *names])
     return names
