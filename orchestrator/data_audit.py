@@ -30,7 +30,8 @@ _CHUNK: Final = 1 << 18  # samples at a time, at least one step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What the training state beside the ledger says of itself. None: it is not known."""
+    """What the training state beside the ledger says of itself. None: it is not known. ``reported``: position and chain
+    as rank 0 told the driver, which wrote them into the Manifest."""
 
     step: int
     position: int
@@ -39,6 +40,7 @@ class Claims:
     epoch: int | None = None
     seed: int | None = None
     num_rows: int | None = None
+    reported: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +246,10 @@ def _against(claims: Claims | None, ledger: Ledger, places: Places) -> Iterator[
     chain = ledger.trained[-1].chain if ledger.trained else beginning.chain
     if chain != claims.chain:
         yield finding(f"the ledger ends with chain {chain}, the training state has {claims.chain}")
+    if claims.reported not in (None, (claims.position, claims.chain)):
+        yield finding(
+            f"the driver was told {claims.reported}, the training state has {(claims.position, claims.chain)}"
+        )
     if claims.skipped is not None:
         yield from _unlike_windows(claims.skipped, ledger, finding)
     if ledger.orders:

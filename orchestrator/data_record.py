@@ -42,6 +42,7 @@ def record_of(manifest: Manifest) -> DataRecord:
     state = {name: _section(manifest.shared_state, name) for name in ("progress", "trackers")}
     progress, identity = state["progress"], state["trackers"].get("data")
     identity = identity if isinstance(identity, dict) else {}
+    reported = manifest.ledger
     data = _section(_section(manifest.metadata, "config"), "data")
     try:
         claims = Claims(
@@ -52,6 +53,7 @@ def record_of(manifest: Manifest) -> DataRecord:
             epoch=_whole(progress.get("epoch")),
             seed=_whole(identity.get("seed")),
             num_rows=_whole(identity.get("total_rows")),
+            reported=None if reported is None else (reported.position, reported.sample_chain),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise LedgerUnreadable(0, f"the training state has no progress that can be read: {error!r}") from error
@@ -80,11 +82,11 @@ def record_in(text: str) -> DataRecord:
     try:
         rest = dict(json.loads(last)[_STATE])
         claims = dict(rest["claims"])
-        skipped = claims.pop("skipped")
+        skipped, reported = claims.pop("skipped"), claims.pop("reported")
         windows = None if skipped is None else tuple((int(first), int(count)) for first, count in skipped)
-        return DataRecord(
-            **(rest | {"claims": Claims(**claims, skipped=windows), "ledger": Ledger.read(body) if body else None})
-        )
+        rest["claims"] = Claims(**claims, skipped=windows, reported=None if reported is None else tuple(reported))
+        rest["ledger"] = Ledger.read(body) if body else None
+        return DataRecord(**rest)
     except LedgerUnreadable:
         raise
     except (KeyError, TypeError, ValueError) as error:

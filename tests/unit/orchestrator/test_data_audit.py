@@ -243,6 +243,28 @@ def test_what_was_tampered_with_is_found_and_its_step_is_named(
     assert (kind, *steps) in [(one.kind, one.first_step, one.last_step) for one in report.findings]
 
 
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"step": 11},
+        {"position": 95},
+        {"chain": "f" * 32},
+        {"skipped": ()},
+        {"epoch": 7},
+        {"seed": 9},
+        {"num_rows": 61},
+        {"reported": (88, "f" * 32)},
+    ],
+)
+def test_a_training_state_that_says_otherwise_is_found(claim: dict[str, object]) -> None:
+    """As a state would whose parts were not saved at one step."""
+    history = course()
+    claims = replace(history.claims, reported=(96, history.progress.sample_chain))
+    assert audit(history.ledger, claims=claims).is_proven
+    findings = audit(history.ledger, claims=replace(claims, **claim)).findings  # type: ignore[arg-type]
+    assert "end" in [one.kind for one in findings]
+
+
 def test_samples_that_are_missing_or_come_again_are_counted() -> None:
     ledger = course().ledger
     told = {
