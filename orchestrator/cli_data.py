@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -37,13 +37,29 @@ def prepare(
     max_bytes: Annotated[int | None, typer.Option(min=1, help="Stop after this many bytes of text.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split and of the sample order.")] = 0,
     validation_fraction: Annotated[float, typer.Option(min=0.0, max=0.5, help="Part held out.")] = 0.01,
+    data_format: Annotated[
+        Literal["parquet", "arrow"], typer.Option("--format", help="Compressed, or read with nothing to undo.")
+    ] = "parquet",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Dataset or file whose tokenizer is taken, e.g. for sources of one mix.")
+    ] = None,
 ) -> None:
-    """Train a tokenizer on SOURCE, encode and pack it, and write the dataset to URL."""
+    """Train a tokenizer on SOURCE or take one, encode and pack the text, and write the dataset to URL."""
     from storage.errors import StorageError
     from workers.data_errors import DataError
 
     try:
-        _prepare(source, url, sequence_length, vocab_size, max_bytes, seed, validation_fraction)
+        _prepare(
+            source,
+            url,
+            sequence_length=sequence_length,
+            vocab_size=vocab_size,
+            max_bytes=max_bytes,
+            seed=seed,
+            validation_fraction=validation_fraction,
+            data_format=data_format,
+            tokenizer_of=tokenizer,
+        )
     except (DataError, StorageError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(ExitCode.CONFIG_ERROR) from None
@@ -55,15 +71,7 @@ def prepare(
 data.command("audit", epilog=AUDIT_EPILOG)(audit)
 
 
-def _prepare(
-    source: str,
-    url: str,
-    sequence_length: int,
-    vocab_size: int,
-    max_bytes: int | None,
-    seed: int,
-    validation_fraction: float,
-) -> None:
+def _prepare(source: str, url: str, **settings: Any) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -79,14 +87,5 @@ def _prepare(
             bars.start_task(task)
             bars.update(task, completed=done, total=expected)
 
-        card = prepare_dataset(
-            source,
-            url,
-            sequence_length=sequence_length,
-            vocab_size=vocab_size,
-            max_bytes=max_bytes,
-            seed=seed,
-            validation_fraction=validation_fraction,
-            progress=show,
-        )
+        card = prepare_dataset(source, url, progress=show, **settings)
     typer.echo(f"{url}: dataset ready, fingerprint {card.fingerprint}")

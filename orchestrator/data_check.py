@@ -1,4 +1,4 @@
-"""The dataset before the first worker: opened and compared with the config, or made when the config says how."""
+"""The datasets before the first worker: opened and compared with the config, or made when the config says how."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from orchestrator.errors import ConfigError
 from storage.errors import ObjectMissing, StorageError
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
+from workers.config import PrepareConfig, SourceConfig
 from workers.data_errors import DataError
 from workers.dataset_card import CARD_KEY, DatasetCard, load_card
+from workers.dataset_mix import disagreements
 from workers.prepare import prepare_dataset
 
 __all__ = ["ensure_dataset"]
@@ -19,18 +21,38 @@ __all__ = ["ensure_dataset"]
 _log = logging.getLogger(__name__)
 
 
-def ensure_dataset(config: RunConfig, note: Callable[[str], None]) -> DatasetCard:
-    """The dataset's card; prepares the dataset first where ``data.prepare`` is given and nothing is there yet."""
-    data = config.data
-    try:
-        store = open_store(data.url, config.checkpoint.store)
-        card = load_card(store) if _has_card(store) else _prepare(config, note)
-    except (DataError, StorageError) as error:
-        raise ConfigError(data.url, (f"data.url cannot be used: {error}",)) from error
-    problems = _problems(config, card)
+def ensure_dataset(config: RunConfig, note: Callable[[str], None]) -> tuple[DatasetCard, ...]:
+    """The card of each source; prepares a dataset first where ``prepare`` is given and nothing is there yet.
+
+    All sources but the first take the first one's tokenizer when they are prepared: they have to have one.
+    """
+    sources = config.data.mix
+    cards: list[DatasetCard] = []
+    for source in sources:
+        cards.append(_ensure(config, source, sources[0].url if cards else None, note))
+    problems = (*disagreements([source.label for source in sources], cards), *_problems(config, cards))
     if problems:
-        raise ConfigError(data.url, problems)
-    return card
+        raise ConfigError(", ".join(source.url for source in sources), problems)
+    return tuple(cards)
+
+
+def _ensure(
+    config: RunConfig, source: SourceConfig, tokenizer_of: str | None, note: Callable[[str], None]
+) -> DatasetCard:
+    key = "data.sources" if config.data.sources else "data"
+    try:
+        store = open_store(source.url, config.checkpoint.store)
+        if _has_card(store):
+            return load_card(store)
+    except (DataError, StorageError) as error:
+        raise ConfigError(source.url, (f"{key}.url cannot be used: {error}",)) from error
+    if source.prepare is None:
+        text = f"{key}.url {source.url} holds no dataset: run `raysume data prepare`, or set {key}.prepare.source"
+        raise ConfigError(source.url, (text,))
+    try:
+        return _prepare(config, source, source.prepare, tokenizer_of, note)
+    except (DataError, StorageError) as error:
+        raise ConfigError(source.url, (f"{key}.prepare.source {source.prepare.source}: {error}",)) from error
 
 
 def _has_card(store: ObjectStore) -> bool:
@@ -41,12 +63,15 @@ def _has_card(store: ObjectStore) -> bool:
     return True
 
 
-def _prepare(config: RunConfig, note: Callable[[str], None]) -> DatasetCard:
+def _prepare(
+    config: RunConfig,
+    source: SourceConfig,
+    prepare: PrepareConfig,
+    tokenizer_of: str | None,
+    note: Callable[[str], None],
+) -> DatasetCard:
     data = config.data
-    if data.prepare is None:
-        text = f"data.url {data.url} holds no dataset: run `raysume data prepare`, or set data.prepare.source"
-        raise ConfigError(data.url, (text,))
-    note(f"preparing the dataset {data.url} from {data.prepare.source} (once)")
+    note(f"preparing the dataset {source.url} from {prepare.source} (once)")
     last = {"stage": ""}
 
     def progress(stage: str, _done: int, total: int) -> None:
@@ -54,25 +79,25 @@ def _prepare(config: RunConfig, note: Callable[[str], None]) -> DatasetCard:
             last["stage"] = stage
             note(f"data: {stage} over {total / 1e6:.0f} MB of text")
 
-    try:
-        card = prepare_dataset(
-            data.prepare.source,
-            data.url,
-            sequence_length=data.sequence_length,
-            vocab_size=data.prepare.vocab_size,
-            max_bytes=data.prepare.max_bytes,
-            seed=config.seed,
-            validation_fraction=data.validation_fraction,
-            store_config=config.checkpoint.store,
-            progress=progress,
-        )
-    except (DataError, StorageError) as error:
-        raise ConfigError(data.url, (f"data.prepare.source {data.prepare.source}: {error}",)) from error
+    card = prepare_dataset(
+        prepare.source,
+        source.url,
+        sequence_length=data.sequence_length,
+        vocab_size=prepare.vocab_size,
+        max_bytes=prepare.max_bytes,
+        seed=config.seed,
+        validation_fraction=data.validation_fraction,
+        store_config=config.checkpoint.store,
+        data_format=prepare.format,
+        tokenizer_of=tokenizer_of,
+        progress=progress,
+    )
     note(f"data: {card.num_train_rows} training rows of {card.sequence_length} tokens")
     return card
 
 
-def _problems(config: RunConfig, card: DatasetCard) -> tuple[str, ...]:
+def _problems(config: RunConfig, cards: list[DatasetCard]) -> tuple[str, ...]:
+    card, num_rows = cards[0], sum(card.num_train_rows for card in cards)
     problems = []
     if card.sequence_length != config.data.sequence_length:
         problems.append(
@@ -81,6 +106,6 @@ def _problems(config: RunConfig, card: DatasetCard) -> tuple[str, ...]:
     vocabulary = config.model.config.get("vocab_size")
     if isinstance(vocabulary, int) and vocabulary < card.vocab_size:
         problems.append(f"model.config.vocab_size is {vocabulary}, the dataset's tokenizer has {card.vocab_size}")
-    if card.num_train_rows < config.data.global_batch:
-        problems.append(f"data.global_batch is {config.data.global_batch}, the dataset has {card.num_train_rows} rows")
+    if num_rows < config.data.global_batch:
+        problems.append(f"data.global_batch is {config.data.global_batch}, the dataset has {num_rows} rows")
     return tuple(problems)

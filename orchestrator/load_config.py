@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from orchestrator.config import RunConfig
 from orchestrator.errors import ConfigError
+from workers.config import PrepareConfig
 
 __all__ = ["load_config", "parse_override"]
 
@@ -42,7 +43,7 @@ class _StrictLoader(yaml.SafeLoader):
 def load_config(path: Path, overrides: Sequence[str] = (), *, directory: Path | None = None) -> RunConfig:
     """The configuration in ``path`` with ``overrides`` (``key.sub=value``, later ones win) put over it.
 
-    Relative paths in run.url, run.resume, data.url and data.prepare.source are taken from ``directory`` (default: the
+    Relative paths in run.url, run.resume and of data (urls, prepare.source) are taken from ``directory`` (default: the
     working directory). Raises ConfigError with every problem found.
     """
     tree = _read_yaml(path)
@@ -224,15 +225,31 @@ def _with_absolute_paths(config: RunConfig, directory: Path) -> RunConfig:
     resume = run.resume
     if resume not in ("auto", "none") and not resume.isdigit():
         resume = _absolute(resume, directory)
-    prepare = data.prepare
-    if prepare is not None and prepare.source != "stdlib":
-        prepare = prepare.model_copy(update={"source": _absolute(prepare.source, directory)})
+    made_absolute = {
+        "url": data.url and _absolute(data.url, directory),
+        "prepare": _absolute_source(data.prepare, directory),
+        "sources": tuple(
+            source.model_copy(
+                update={
+                    "url": _absolute(source.url, directory),
+                    "prepare": _absolute_source(source.prepare, directory),
+                }
+            )
+            for source in data.sources
+        ),
+    }
     return config.model_copy(
         update={
             "run": run.model_copy(update={"url": _absolute(run.url, directory), "resume": resume}),
-            "data": data.model_copy(update={"url": _absolute(data.url, directory), "prepare": prepare}),
+            "data": data.model_copy(update=made_absolute),
         }
     )
+
+
+def _absolute_source(prepare: PrepareConfig | None, directory: Path) -> PrepareConfig | None:
+    if prepare is None or prepare.source == "stdlib":
+        return prepare
+    return prepare.model_copy(update={"source": _absolute(prepare.source, directory)})
 
 
 def _absolute(url: str, directory: Path) -> str:

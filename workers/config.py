@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from workers.mix_weights import whole_weights
+
 __all__ = [
     "ActivationCheckpointConfig",
     "DataConfig",
@@ -14,6 +16,7 @@ __all__ = [
     "OptimConfig",
     "PrepareConfig",
     "Reproducible",
+    "SourceConfig",
 ]
 
 Reproducible = bool | Literal["exact"]
@@ -61,18 +64,40 @@ class PrepareConfig(_Settings):
     source: str = Field("stdlib", description="'stdlib', or a file or folder of text, JSONL, Parquet or source code")
     vocab_size: int = Field(2048, ge=257)
     max_bytes: int | None = Field(None, ge=1, description="stop reading the source after this many bytes of text")
+    format: Literal["parquet", "arrow"] = Field("parquet", description="compressed, or read with nothing to undo")
+
+
+class SourceConfig(_Settings):
+    """One dataset of a mix: its weight over the sum of all weights is its share of the samples, exactly."""
+
+    url: str = Field(min_length=1)
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    name: str = Field("", description="what errors and Checkpoints call it; left out: the last part of the url")
+    prepare: PrepareConfig | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name or self.url.rstrip("/").rpartition("/")[2]
 
 
 class DataConfig(_Settings):
     """Token data and the batch. A leaf is one micro-batch of one fixed shape, numbered within the global batch."""
 
-    url: str
+    url: str = Field("", description="the dataset; or give `sources`")
     prepare: PrepareConfig | None = None
+    sources: tuple[SourceConfig, ...] = Field((), description="several datasets, mixed by weight; or give `url`")
     sequence_length: int = Field(ge=2)
     global_batch: int = Field(ge=1, description="sequences per optimizer step, whatever the world size")
     micro_batch: int = Field(1, ge=1, description="sequences per leaf; divides global_batch")
     num_workers: int = Field(0, ge=0, description="loader processes per rank")
-    prefetch: int = Field(2, ge=1)
+    prefetch: int = Field(
+        2, ge=0, description="leaves read ahead, per loader process if there are any; 0: each is read when it is needed"
+    )
+    shuffle: Literal["rows", "blocks"] = Field(
+        "rows",
+        description="blocks: whole row groups, and rows within a window of them; each is then read once an epoch",
+    )
+    shuffle_window_groups: int = Field(16, ge=1, description="row groups whose rows are mixed by shuffle: blocks")
     validation_fraction: float = Field(0.01, ge=0.0, lt=0.5)
     allow_changed: bool = Field(
         False, description="go on although the data's fingerprint differs from the Checkpoint's"
@@ -85,6 +110,25 @@ class DataConfig(_Settings):
                 f"data.global_batch {self.global_batch} is not a multiple of data.micro_batch {self.micro_batch}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _names_its_data(self) -> Self:
+        if bool(self.url) == bool(self.sources):
+            raise ValueError("exactly one of data.url and data.sources names the data")
+        if self.prepare is not None and self.sources:
+            raise ValueError("data.prepare goes with data.url; in data.sources each source has a prepare of its own")
+        labels = [source.label for source in self.sources]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"two of data.sources are called alike, give each a name of its own: {', '.join(labels)}")
+        if self.num_workers and not self.prefetch:
+            raise ValueError("loader processes read ahead: with data.num_workers, data.prefetch is at least 1")
+        whole_weights([source.weight for source in self.mix])
+        return self
+
+    @property
+    def mix(self) -> tuple[SourceConfig, ...]:
+        """The sources; the dataset at ``url`` is a mix of one."""
+        return self.sources or (SourceConfig(url=self.url, name="data", prepare=self.prepare),)
 
     @property
     def num_leaves(self) -> int:

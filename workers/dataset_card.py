@@ -1,4 +1,4 @@
-"""DatasetCard, the record that makes a folder a dataset, its fingerprint, and the refusal of changed data.
+"""DatasetCard, the record that makes a folder a dataset, and its fingerprint.
 
 The card is written last: a folder without ``dataset.json`` is not a dataset, whatever else lies in it. Nothing here
 reads tokens.
@@ -6,7 +6,6 @@ reads tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Final, Literal, Self
 
 import xxhash
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from storage.errors import ObjectMissing
 from storage.object_store import ObjectStore
-from workers.data_errors import DataError, DatasetChanged, FieldChange
+from workers.data_errors import DataError
 
 __all__ = [
     "CARD_KEY",
@@ -26,8 +25,6 @@ __all__ = [
     "SourceSummary",
     "Split",
     "TokenType",
-    "check_fingerprint",
-    "fingerprint_fields",
     "load_card",
     "make_fingerprint",
 ]
@@ -132,37 +129,3 @@ def load_card(store: ObjectStore, *, deadline_s: float = 60.0) -> DatasetCard:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "card"
         raise DataError(f"not a dataset card this version reads: {place}: {first['msg']}", file=CARD_KEY) from error
-
-
-def fingerprint_fields(card: DatasetCard, *, seed: int, global_batch: int) -> dict[str, str | int]:
-    """What a Checkpoint keeps of the data's identity: everything that decides which rows a position stands for."""
-    return {
-        "fingerprint": card.fingerprint,
-        "file_list": card.file_list,
-        "total_rows": card.num_train_rows,
-        "sequence_length": card.sequence_length,
-        "vocab_size": card.vocab_size,
-        "tokenizer": card.tokenizer_digest,
-        "seed": seed,
-        "global_batch": global_batch,
-    }
-
-
-def check_fingerprint(
-    saved: Mapping[str, object], card: DatasetCard, *, seed: int, global_batch: int, allow_changed: bool = False
-) -> tuple[FieldChange, ...]:
-    """Compare what the Checkpoint kept (`fingerprint_fields`) with now.
-
-    Raises DatasetChanged naming every changed field; with ``allow_changed`` returns the changes for the record instead.
-    """
-    now = fingerprint_fields(card, seed=seed, global_batch=global_batch)
-    changes = tuple(
-        FieldChange(field=field, saved=saved.get(field, "nothing"), now=value)
-        for field, value in now.items()
-        if saved.get(field, "nothing") != value
-    )
-    # The whole-dataset fingerprint says only that something differs: name it alone when nothing finer does.
-    named = tuple(change for change in changes if change.field != "fingerprint") or changes
-    if named and not allow_changed:
-        raise DatasetChanged(named)
-    return named

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from workers.data_patience import DataPatience
-from workers.dataset import TokenDataset
+from workers.dataset_mix import TokenRows
 from workers.reduction import ordered_mean
 from workers.stream import Leaf, validation_leaves
 
@@ -23,7 +23,7 @@ __all__ = ["evaluate", "move_leaf", "reshard"]
 def evaluate(
     model: nn.Module,
     loss_of: Callable[[Leaf], torch.Tensor],
-    dataset: TokenDataset,
+    dataset: TokenRows,
     *,
     num_leaves: int,
     micro_batch: int,

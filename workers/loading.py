@@ -22,7 +22,7 @@ from storage.memory_source import MemoryReach
 from storage.open_store import open_store
 from storage.spool_files import spool_directory
 from workers.contract import AttemptSpec, Restored
-from workers.dataset import TokenDataset
+from workers.dataset_mix import TokenRows
 from workers.errors import LoopMisused
 from workers.loss_scaling import build_scaler
 from workers.models import ModelTemplate, instantiate, materialize
@@ -62,8 +62,8 @@ class WarmParts:
 
     device: torch.device
     template: ModelTemplate | None
-    dataset: TokenDataset
-    validation: TokenDataset | None
+    dataset: TokenRows
+    validation: TokenRows | None
     stager: Stager
     probe_rows: ProbeRows = field(default_factory=ProbeRows)
 

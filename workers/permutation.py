@@ -9,7 +9,8 @@ change, has a part in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -23,16 +24,17 @@ _Words = npt.NDArray[np.uint64]
 
 _ROUNDS: Final = 8
 _MIN_HALF_BITS: Final = 3
+_TABLE_HALF_BITS: Final = 5
 
 
 def permuted(label: str, size: int, places: Ids) -> Ids:
     """Where the permutation of this label sends each of ``places``, all within ``[0, size)``."""
-    half_bits, keys = _half_bits(size), _round_keys(label)
-    words = _feistel(places.astype(np.uint64), half_bits, keys)
+    step = _step_of(label, _half_bits(size))
+    words = step(places.astype(np.uint64))
     # Walking along the cycle of a place inside [0, n) must come back inside, at the latest at that place itself.
     outside = np.flatnonzero(words >= size)
     while outside.size:
-        walked = _feistel(words[outside], half_bits, keys)
+        walked = step(words[outside])
         words[outside] = walked
         outside = outside[walked >= size]
     return words.astype(np.int64)
@@ -45,6 +47,18 @@ def place_in(label: str, size: int, value: int) -> int:
     while word >= size:
         word = _back(word, half_bits, keys)
     return word
+
+
+def _step_of(label: str, half_bits: int) -> Callable[[_Words], _Words]:
+    """The network itself; a small one, which is walked for long, as a table."""
+    if half_bits <= _TABLE_HALF_BITS:
+        return _table(label, half_bits).__getitem__
+    return partial(_feistel, half_bits=half_bits, keys=_round_keys(label))
+
+
+@lru_cache(maxsize=64)
+def _table(label: str, half_bits: int) -> _Words:
+    return _feistel(np.arange(1 << 2 * half_bits, dtype=np.uint64), half_bits, _round_keys(label))
 
 
 def _half_bits(size: int) -> int:

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import gcd
 from typing import Final, Literal, Self, cast
 
 import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from workers.mix_weights import whole_weights
 from workers.permutation import Ids, permuted, place_in
 
 __all__ = [
-    "MAX_CYCLE",
     "SampleOrder",
     "Shuffle",
     "SourceRows",
@@ -32,7 +31,6 @@ __all__ = [
 
 Shuffle = Literal["rows", "blocks"]
 
-MAX_CYCLE: Final = 4096
 _FIELDS_VERSION: Final = 1
 
 
@@ -69,11 +67,7 @@ class SampleOrder:
             raise ValueError(f"a stream over no rows has no order; expected a row in each source, none in {empty}")
         if self.window_blocks < 1 or any(source.block_rows < 1 or source.weight < 1 for source in self.sources):
             raise ValueError(f"weights, block_rows and window_blocks are at least 1: {self}")
-        if self.cycle > MAX_CYCLE:
-            raise ValueError(
-                f"the weights {[source.weight for source in self.sources]} repeat only after {self.cycle} samples; "
-                f"expected at most {MAX_CYCLE}: use rounder weights"
-            )
+        whole_weights([source.weight for source in self.sources])
 
     @property
     def num_rows(self) -> int:
@@ -83,8 +77,7 @@ class SampleOrder:
     @cached_property
     def weights(self) -> tuple[int, ...]:
         """The weights in their smallest whole numbers: places of each source in a cycle."""
-        whole = [source.weight for source in self.sources]
-        return tuple(weight // gcd(*whole) for weight in whole)
+        return whole_weights([source.weight for source in self.sources])
 
     @property
     def cycle(self) -> int:

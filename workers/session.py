@@ -175,10 +175,10 @@ class Session:
             raise LoopMisused("session.build must be the first call of a loop: the state has been built already")
         self._pulse.beat(Phase.LOADING)
         settings, spec = self._settings, self._spec
-        identity = DataIdentity(
-            self._parts.dataset.card,
+        identity = DataIdentity.of(
+            self._parts.dataset,
+            settings.data,
             seed=settings.seed,
-            global_batch=settings.data.global_batch,
             allow_changed=settings.data.allow_changed or spec.data_override,
         )
         self._loss = mean_token_loss if loss is None else loss

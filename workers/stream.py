@@ -1,46 +1,39 @@
 """Feeds one rank its leaves: the order is fixed by the seed, the position is one global number kept outside the loader.
 
 Leaf ``j`` of optimizer step ``s`` covers the same samples at any world size and any ``num_workers``; which rank runs it
-is all that a World decides. A StatefulDataLoader fetches ahead, but what it has prefetched never counts as consumed:
-`LeafStream.seek` builds a new one that begins at the asked step, and its own state is never saved.
+is all that a World decides. Leaves are read ahead, by a thread or by loader processes, but what was read ahead never
+counts as consumed: `LeafStream.seek` begins anew at the asked step, and no loader's state is ever saved.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import threading
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context, parent_process
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
-from typing import Final
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from storage.errors import StorageError
+from storage.errors import StoreUnavailable
 from workers.config import DataConfig
 from workers.data_errors import DataError
 from workers.data_patience import DataPatience
-from workers.dataset import TokenDataset
+from workers.dataset_mix import TokenRows, order_of
+from workers.leaf_source import Failed, Fetched, LeafSource, Request, Requests, leaves_per_rank
+from workers.loader_processes import LoaderProcesses
+from workers.read_ahead import InTurn, ReadAhead
 from workers.sample_order import SampleOrder, chain, leaf_digest, sample_ids
-from workers.skipped_windows import Windows, spans
+from workers.skipped_windows import Windows
 
 __all__ = ["Leaf", "LeafStream", "chain", "leaf_digest", "leaves_per_rank", "sample_ids", "validation_leaves"]
 
 logger = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.int64]
-
-_PRELOADED: Final = ("ray", "torch", "pyarrow.parquet", "workers.stream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,44 +50,23 @@ class Leaf:
     sample_ids: Ids
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What a loader process needs to make one leaf: the global positions, and the leaf's name for the training side."""
+class _Feed(Protocol):
+    """Where leaves come from, one after the other."""
 
-    step: int
-    index: int
-    is_surplus: bool
-    position: int
+    def next(self) -> Fetched | Failed: ...
 
-
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    request: _Request
-    tokens: Ids
-    sample_ids: Ids
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """An error as a value: the loader would rebuild a raised one from its text alone and lose type and fields."""
-
-    error: DataError | StorageError
-
-
-def leaves_per_rank(num_leaves: int, world_size: int) -> int:
-    """How many leaves each rank runs per step, surplus ones included."""
-    return -(-num_leaves // world_size)
+    def close(self) -> None: ...
 
 
 class LeafStream:
-    """The training leaves of one rank, step by step. Call `seek` first; `close` ends the loader processes.
+    """The training leaves of one rank, step by step. Call `seek` first; `close` ends what reads ahead.
 
     ``skipped``: windows of the stream that are left out; positions do not count them.
     """
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: TokenRows,
         data_config: DataConfig,
         seed: int,
         rank: int,
@@ -103,21 +75,20 @@ class LeafStream:
         *,
         skipped: Windows = (),
     ) -> None:
-        if dataset.card.sequence_length != data_config.sequence_length:
+        if dataset.sequence_length != data_config.sequence_length:
             raise DataError(
-                f"{dataset.url} is packed to sequence_length {dataset.card.sequence_length}, "
+                f"{dataset.url} is packed to sequence_length {dataset.sequence_length}, "
                 f"data.sequence_length is {data_config.sequence_length}; set them equal or prepare the data again"
             )
-        if not dataset.num_rows:
-            raise DataError(f"{dataset.url} has no rows in its {dataset.split} split")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")
-        self._dataset, self._config, self._order = dataset, data_config, dataset.order(seed)
-        self._rank, self._world_size, self._skipped = rank, world_size, skipped
+        self._config, self._order = data_config, order_of(dataset, data_config, seed)
+        self._source = LeafSource(dataset, self._order, data_config.micro_batch, skipped)
+        self._rank, self._world_size = rank, world_size
         self._per_step = leaves_per_rank(data_config.num_leaves, world_size)
         self._patience = patience
-        self._fetched: Iterator[_Fetched | _Failed] | None = None
-        self._is_broken = False
+        self._feed: _Feed | None = None
+        self._is_broken = self._is_fresh = False
         self._step, self._consumed, self._position = 0, 0, 0
 
     @property
@@ -149,21 +120,28 @@ class LeafStream:
         logger.info("stream of rank %d begins at step %d, position %d", self._rank, step, self._position)
 
     def _open(self) -> None:
-        """A new loader that begins with the next leaf."""
+        """A new feed that begins with the next leaf."""
         self.close()
-        requests = _Requests(
-            self._config, self._rank, self._world_size, self._step, self._position, first_round=self._consumed
+        requests = Requests(
+            config=self._config,
+            rank=self._rank,
+            world_size=self._world_size,
+            step=self._step,
+            position=self._position,
+            first_round=self._consumed,
         )
-        source = _LeafSource(self._dataset, self._order, self._config.micro_batch, self._skipped)
-        with warnings.catch_warnings():
-            # Said by torch of torchdata's own call, once in every process; nothing a reader could act on.
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
-            loader = _make_loader(source, requests, self._config)
-        self._fetched, self._is_broken = iter(loader), False
+        self._feed = self._make_feed(requests)
+        self._is_broken, self._is_fresh = False, True
+
+    def _make_feed(self, requests: Requests) -> _Feed:
+        num_workers, prefetch = self._config.num_workers, self._config.prefetch
+        if num_workers:
+            return LoaderProcesses(self._source, requests, num_workers=num_workers, prefetch=prefetch)
+        return ReadAhead(self._source, requests, prefetch) if prefetch else InTurn(self._source, requests)
 
     def leaves(self, step: int) -> Iterator[Leaf]:
         """This rank's leaves of ``step``, in leaf order. Steps come one after the other; `seek` to go elsewhere."""
-        if self._fetched is None:
+        if self._feed is None:
             raise RuntimeError(f"rank {self._rank} asked for step {step} of a closed stream; seek({step}) first")
         if (step, 0) != (self._step, self._consumed):
             raise RuntimeError(
@@ -181,24 +159,32 @@ class LeafStream:
                 self._position += self._config.global_batch
             yield leaf
 
-    def _next(self) -> _Fetched:
+    def _next(self) -> Fetched:
         """The next leaf. One that failed is asked for anew, with all that was fetched ahead after it."""
         if self._is_broken:
             self._open()
-        if self._fetched is None:
-            raise RuntimeError(f"the stream of rank {self._rank} was closed in the middle of step {self._step}")
-        got = next(self._fetched)
-        if isinstance(got, _Failed):
+        was_fresh = self._is_fresh
+        got = self._take()
+        if isinstance(got, Failed) and isinstance(got.error, StoreUnavailable) and not was_fresh:
+            # It failed while nobody needed it, perhaps long ago: only a read of now says how the store is.
+            self._open()
+            got = self._take()
+        if isinstance(got, Failed):
             self._is_broken = True
             raise got.error
         return got
 
+    def _take(self) -> Fetched | Failed:
+        if self._feed is None:
+            raise RuntimeError(f"the stream of rank {self._rank} was closed in the middle of step {self._step}")
+        self._is_fresh = False
+        return self._feed.next()
+
     def close(self) -> None:
-        """End the loader and wait for its processes; nothing happens when it is closed already."""
-        iterator, self._fetched = self._fetched, None
-        shut_down = getattr(iterator, "_shutdown_workers", None)  # absent without loader processes
-        if shut_down is not None:
-            shut_down()
+        """End what reads ahead; nothing happens when it is closed already."""
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
 
     def __enter__(self) -> LeafStream:
         return self
@@ -208,7 +194,7 @@ class LeafStream:
 
 
 def validation_leaves(
-    dataset: TokenDataset,
+    dataset: TokenRows,
     num_leaves: int,
     micro_batch: int,
     rank: int,
@@ -229,13 +215,13 @@ def validation_leaves(
         index = number * world_size + rank
         is_surplus = index >= available
         first = 0 if is_surplus else index * micro_batch
-        ids = np.arange(first, first + micro_batch, dtype=np.int64) % dataset.num_rows
-        request = _Request(step=0, index=index, is_surplus=is_surplus, position=first)
+        ids = dataset.in_turn(np.arange(first, first + micro_batch, dtype=np.int64) % dataset.num_rows)
+        request = Request(step=0, index=index, is_surplus=is_surplus, position=first)
         read = partial(dataset.rows, ids)
-        yield _as_leaf(_Fetched(request, read() if patience is None else patience.call(read), ids))
+        yield _as_leaf(Fetched(request, read() if patience is None else patience.call(read), ids))
 
 
-def _as_leaf(fetched: _Fetched) -> Leaf:
+def _as_leaf(fetched: Fetched) -> Leaf:
     tokens = torch.from_numpy(fetched.tokens)
     return Leaf(
         index=fetched.request.index,
@@ -244,89 +230,3 @@ def _as_leaf(fetched: _Fetched) -> Leaf:
         labels=tokens[:, 1:].contiguous(),
         sample_ids=fetched.sample_ids,
     )
-
-
-class _Requests:
-    """The endless sampler: this rank's leaves of every step from ``step`` on, there from its ``first_round`` on."""
-
-    def __init__(
-        self, config: DataConfig, rank: int, world_size: int, step: int, position: int, *, first_round: int = 0
-    ) -> None:
-        self._config, self._rank, self._world_size = config, rank, world_size
-        self._step, self._position, self._first_round = step, position, first_round
-
-    def __iter__(self) -> Iterator[_Request]:
-        num_leaves, micro_batch = self._config.num_leaves, self._config.micro_batch
-        step, position, first_round = self._step, self._position, self._first_round
-        while True:
-            for number in range(first_round, leaves_per_rank(num_leaves, self._world_size)):
-                index = number * self._world_size + self._rank
-                is_surplus = index >= num_leaves
-                yield _Request(step, index, is_surplus, position + (0 if is_surplus else index * micro_batch))
-            step, position, first_round = step + 1, position + self._config.global_batch, 0
-
-
-class _LeafSource(torch.utils.data.Dataset[_Fetched | _Failed]):
-    """The map-style dataset of the loader: a request in, one leaf's tokens out."""
-
-    def __init__(self, dataset: TokenDataset, order: SampleOrder, micro_batch: int, skipped: Windows) -> None:
-        self._dataset, self._order, self._micro_batch, self._skipped = dataset, order, micro_batch, skipped
-
-    def __getitem__(self, request: _Request) -> _Fetched | _Failed:
-        runs = spans(request.position, self._micro_batch, self._skipped)
-        ids = np.concatenate([self._order.ids(place, count) for place, count in runs])
-        try:
-            return _Fetched(request, self._dataset.rows(ids), ids)
-        except (DataError, StorageError) as error:
-            return _Failed(error)
-
-
-def _make_loader(
-    source: _LeafSource, requests: _Requests, config: DataConfig
-) -> StatefulDataLoader[_Fetched | _Failed]:
-    # Its own generator: an iterator draws a base seed, and from the global one every resume would shift the RNG state.
-    generator = torch.Generator().manual_seed(0)
-    if not config.num_workers:
-        return StatefulDataLoader(source, batch_size=None, sampler=requests, collate_fn=_as_it_is, generator=generator)
-    return StatefulDataLoader(
-        source,
-        batch_size=None,
-        sampler=requests,
-        collate_fn=_as_it_is,
-        generator=generator,
-        num_workers=config.num_workers,
-        prefetch_factor=config.prefetch,
-        multiprocessing_context=_process_context(),
-        worker_init_fn=_end_with_parent,
-        # No time-out of its own, which would also put off noticing a dead process (else seen within 5 s): each read in
-        # a loader process has the store's deadline, and a step that never comes is the heartbeat's to judge.
-        timeout=0,
-        snapshot_every_n_steps=1 << 30,  # its state is never asked for
-    )
-
-
-def _as_it_is(fetched: _Fetched | _Failed) -> _Fetched | _Failed:
-    """Keeps arrays as arrays: they cross by the queue, so no shared-memory file can outlive a killed process."""
-    return fetched
-
-
-def _process_context() -> ForkServerContext:
-    """A clean server process to fork from: this process may run threads, whose locks a plain fork would copy held.
-
-    It imports beforehand what this process has imported, so that a seek after a regroup does not wait for torch again.
-    """
-    context = get_context("forkserver")
-    context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
-    return context
-
-
-def _end_with_parent(_worker_number: int) -> None:
-    """End this loader process when its training process is killed: its parent, the fork server, would live on."""
-    parent = parent_process()
-    assert parent is not None
-    threading.Thread(target=_exit_after, args=(parent,), name="end-with-parent", daemon=True).start()
-
-
-def _exit_after(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)  # not sys.exit: the queue's feeder may be blocked on a pipe that nobody reads any more

@@ -18,11 +18,8 @@ import torch
 from storage.keeper_protocol import KeeperPort
 from storage.keys import Attempt
 from storage.levels import LevelTable
-from storage.open_store import open_store
 from workers.contract import AbandonReport, AttemptSpec, CoordinatorPort, Heartbeat, Outcome, Phase, WorkerFacts
-from workers.data_patience import data_store_config
-from workers.dataset import TokenDataset
-from workers.dataset_card import Split, load_card
+from workers.dataset_mix import open_rows
 from workers.errors import AttemptRefused
 from workers.heartbeat import Pulse
 from workers.loading import WarmParts
@@ -72,10 +69,11 @@ class WorkerProcess:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         device = _pick_device()
-        dataset = _open_data(settings, "train")
+        store = settings.checkpoint.store
+        dataset = open_rows(settings.data, "train", store)
         validation = None
         if settings.eval.every_steps is not None:
-            validation = _open_data(settings, "validation")
+            validation = open_rows(settings.data, "validation", store)
         template = ModelTemplate.build(settings.model) if settings.model.config else None
         parts = WarmParts(device=device, template=template, dataset=dataset, validation=validation, stager=self._stager)
         gc.collect()
@@ -195,13 +193,6 @@ class WorkerProcess:
                 self._worker_id, label, f"the training thread of {old.attempt.label} is still alive; abandon it first"
             )
         return self._parts
-
-
-def _open_data(settings: WorkerSettings, split: Split) -> TokenDataset:
-    """The card is read with all retries; reads within a step have few, for the step tries again and shows that."""
-    store = settings.checkpoint.store
-    card = load_card(open_store(settings.data.url, store), deadline_s=store.deadline_s)
-    return TokenDataset(settings.data.url, card, split, data_store_config(store))
 
 
 def _pick_device() -> torch.device:

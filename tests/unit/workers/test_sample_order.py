@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from workers.mix_weights import MAX_CYCLE, whole_weights
 from workers.permutation import permuted, place_in
-from workers.sample_order import MAX_CYCLE, SampleOrder, Shuffle, SourceRows, sample_ids
+from workers.sample_order import SampleOrder, Shuffle, SourceRows, sample_ids
 
 
 def order_of(
@@ -40,7 +41,7 @@ orders = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(size=st.integers(1, 5000), value=st.integers(0, 4999), seed=st.integers(0, 1 << 40))
 def test_the_place_of_a_value_is_found_without_a_search(size: int, value: int, seed: int) -> None:
     value %= size
@@ -65,7 +66,7 @@ PINNED_MIX = [1, 8, 2, 5, 7, 4, 0, 6, 3, 4, 6, 1]
 PINNED_BLOCKS = [5, 6, 0, 7, 4, 1, 21, 2, 20, 3, 18, 11, 13, 16, 10, 8, 14, 19, 17, 15, 9, 12]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(order=orders, cycle=st.integers(0, 1000))
 def test_every_cycle_holds_exactly_the_weights(order: SampleOrder, cycle: int) -> None:
     ids = order.ids(cycle * order.cycle, order.cycle)
@@ -73,8 +74,8 @@ def test_every_cycle_holds_exactly_the_weights(order: SampleOrder, cycle: int) -
     assert tuple(np.bincount(numbers, minlength=3)) == order.weights
 
 
-@settings(max_examples=60, deadline=None)
-@given(order=orders, num_cycles=st.integers(1, 40))
+@settings(max_examples=25, deadline=None)
+@given(order=orders, num_cycles=st.integers(1, 12))
 def test_every_source_has_whole_epochs_of_its_own(order: SampleOrder, num_cycles: int) -> None:
     count = num_cycles * order.cycle
     seen = Counter(zip(order.epochs(0, count).tolist(), order.ids(0, count).tolist(), strict=True))
@@ -85,8 +86,8 @@ def test_every_source_has_whole_epochs_of_its_own(order: SampleOrder, num_cycles
             assert all(seen[epoch, row] for row in range(first, first + size))
 
 
-@settings(max_examples=60, deadline=None)
-@given(order=orders, start=st.integers(0, 1 << 40), cuts=st.lists(st.integers(0, 30), min_size=1, max_size=5))
+@settings(max_examples=25, deadline=None)
+@given(order=orders, start=st.integers(0, 1 << 40), cuts=st.lists(st.integers(0, 30), min_size=1, max_size=3))
 def test_how_a_span_of_places_is_cut_changes_nothing(order: SampleOrder, start: int, cuts: list[int]) -> None:
     firsts = [start + int(first) for first in np.cumsum([0, *cuts])]
     parts = [order.ids(first, cut) for first, cut in zip(firsts, cuts, strict=False)]
@@ -95,8 +96,8 @@ def test_how_a_span_of_places_is_cut_changes_nothing(order: SampleOrder, start: 
     assert np.array_equal(order.epochs(start, sum(cuts)), np.concatenate(epochs))
 
 
-@settings(max_examples=60, deadline=None)
-@given(order=orders, start=st.integers(0, 10_000), count=st.integers(0, 200))
+@settings(max_examples=25, deadline=None)
+@given(order=orders, start=st.integers(0, 10_000), count=st.integers(0, 80))
 def test_rows_taken_before_a_place_are_those_that_were_given_out(order: SampleOrder, start: int, count: int) -> None:
     ids = order.ids(start, count)
     ends = [order.first_id(number) + source.num_rows for number, source in enumerate(order.sources)]
@@ -106,7 +107,7 @@ def test_rows_taken_before_a_place_are_those_that_were_given_out(order: SampleOr
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     num_rows=st.integers(1, 300), block_rows=st.integers(1, 9), window=st.integers(1, 6), seed=st.integers(0, 1 << 60)
 )
@@ -163,3 +164,11 @@ def test_an_order_over_an_empty_source_or_with_a_cycle_without_end_is_refused() 
         order_of((5, 1), (0, 1))
     with pytest.raises(ValueError, match=f"expected at most {MAX_CYCLE}: use rounder weights"):
         order_of((5, 99_991), (5, 10_007))
+
+
+@pytest.mark.parametrize(
+    ("weights", "whole"),
+    [((0.7, 0.3), (7, 3)), ((3,), (1,)), ((0.1, 0.2, 0.7), (1, 2, 7)), ((1e-3, 1), (1, 1000)), ((6, 4.0), (3, 2))],
+)
+def test_weights_become_the_smallest_whole_numbers(weights: tuple[float, ...], whole: tuple[int, ...]) -> None:
+    assert whole_weights(weights) == whole
