@@ -12,6 +12,7 @@ __all__ = [
     "LOSS_TOLERANCE",
     "LR_TOLERANCE",
     "OPTIONAL",
+    "OWN",
     "QUANTITIES",
     "ROUNDED",
     "WEIGHTS",
@@ -67,17 +68,20 @@ GRAD_NORM = Quantity(name="gradient norm", field="grad_norm")
 LOSS_SCALE = Quantity(name="loss scale", field="loss_scale")
 OPTIMIZER = Quantity(name="optimizer", field="optimizer_digest")
 WEIGHTS = Quantity(name="weights", field="weights_digest")
-REST = Quantity(name="schedule, scale, trackers", field="rest_digest")
-RNG = Quantity(name="random state", field="rng_digest")
-QUANTITIES = (POSITION, CHAIN, TOKENS, LR, LOSS, GRAD_NORM, LOSS_SCALE, OPTIMIZER, WEIGHTS, REST, RNG)
-OPTIONAL = frozenset({LOSS_SCALE})  # runs without loss scaling do not tell it
+SCHEDULE = Quantity(name="schedule and loss scale", field="schedule_digest")
+REST = Quantity(name="buffers and trackers", field="rest_digest")
+RNG = Quantity(name="random state of rank 0", field="rng_digest")
+OWN = Quantity(name="own trackers of rank 0", field="own_digest")
+QUANTITIES = (POSITION, CHAIN, TOKENS, LR, LOSS, GRAD_NORM, LOSS_SCALE, OPTIMIZER, WEIGHTS, SCHEDULE, REST, RNG, OWN)
+OPTIONAL = frozenset({LOSS_SCALE, OWN})  # told by runs alone that have such
 
 Rules = dict[Quantity, Rule]
 _BITS = Rule(measure=Measure.BITS)
 _WHILE_SAME = Rule(measure=Measure.BITS, only_same_world=True)
 
-EXACT: Rules = dict.fromkeys(QUANTITIES, _BITS)
-"""What `reproducible` promises: the same bits at any number of workers."""
+EXACT: Rules = {**dict.fromkeys(QUANTITIES, _BITS), OWN: _WHILE_SAME}
+"""What `reproducible` promises: the same bits at any number of workers. What a rank keeps for itself follows the leaves
+that it has, whose number is another in a World of another size."""
 
 ROUNDED: Rules = {
     **EXACT,

@@ -250,8 +250,10 @@ def _trace_fields(report: StepReport) -> dict[str, Any]:
     return {
         "weights_digest": report.weights_digest,
         "optimizer_digest": report.optimizer_digest,
+        "schedule_digest": report.schedule_digest,
         "rest_digest": report.rest_digest,
         "rng_digest": report.rng_digest,
+        **({} if report.own_digest is None else {"own_digest": report.own_digest}),
     }
 
 

@@ -89,6 +89,7 @@ class CauseKind(StrEnum):
 
     COLLECTIVE = "collective"
     USER = "user"
+    CONFIGURATION = "configuration"  # what is asked for cannot be had: trying again is of no use
     CORRUPT_CHECKPOINT = "corrupt-checkpoint"
     CHECKPOINT_MISMATCH = "checkpoint-mismatch"
     DATA = "data"
@@ -228,8 +229,10 @@ class StepReport:
     pressed_share: float | None = None
     weights_digest: str | None = None
     optimizer_digest: str | None = None
+    schedule_digest: str | None = None
     rest_digest: str | None = None
     rng_digest: str | None = None
+    own_digest: str | None = None
     loss_scale: float | None = None
     is_update_skipped: bool = False
 

@@ -52,8 +52,10 @@ def report_of(
         pressed_share=totals.pressed_share or None,
         weights_digest=None if trace is None else trace.weights,
         optimizer_digest=None if trace is None else trace.optimizer,
+        schedule_digest=None if trace is None else trace.schedule,
         rest_digest=None if trace is None else trace.rest,
         rng_digest=None if trace is None else trace.rng,
+        own_digest=None if trace is None else trace.own,
         loss_scale=None if scaling is None else scaling.scale,
         is_update_skipped=scaling is not None and scaling.is_skipped,
     )

@@ -63,6 +63,7 @@ def step_fields(step: int) -> dict[str, Any]:
         "sample_chain": f"chain-{step}",
         "weights_digest": f"weights-{step}",
         "optimizer_digest": f"optimizer-{step}",
+        "schedule_digest": f"schedule-{step}",
         "rest_digest": f"rest-{step}",
         "rng_digest": f"rng-{step}",
     }

@@ -57,6 +57,7 @@ def test_an_interrupted_run_with_the_same_values_is_the_same() -> None:
         ("sample_chain", setting("sample_chain", "other")),
         ("weights_digest", setting("weights_digest", "other")),
         ("optimizer_digest", setting("optimizer_digest", "other")),
+        ("schedule_digest", setting("schedule_digest", "other")),
         ("rest_digest", setting("rest_digest", "other")),
         ("rng_digest", setting("rng_digest", "other")),
         ("loss_scale", setting("loss_scale", 2.0)),
@@ -125,8 +126,16 @@ def test_digests_are_held_to_the_bit_only_while_the_worlds_have_one_size(name: s
     assert not judged(interrupted(early, size=3), ROUNDED).is_same
 
 
-@pytest.mark.parametrize("name", ["sample_chain", "position", "tokens"])
-def test_samples_are_exact_at_any_number_of_workers(name: str) -> None:
+@pytest.mark.parametrize("rules", [EXACT, ROUNDED])
+def test_what_rank_0_keeps_for_itself_is_compared_while_it_has_the_same_leaves(rules: Rules) -> None:
+    early, late = ({step: setting("own_digest", "other")} for step in (5, 12))
+    assert judged(interrupted(late, size=3), rules).is_same
+    assert not judged(interrupted(late, size=4), rules).is_same
+    assert not judged(interrupted(early, size=3), rules).is_same
+
+
+@pytest.mark.parametrize("name", ["sample_chain", "position", "tokens", "schedule_digest"])
+def test_samples_and_schedule_are_exact_at_any_number_of_workers(name: str) -> None:
     assert not judged(interrupted({12: setting(name, 0)}), ROUNDED).is_same
 
 

@@ -38,6 +38,7 @@ def traced(state: TrainingState, step: int = 1) -> StepTrace:
 def state(mesh: DeviceMesh) -> TrainingState:
     state = build_state(mesh)
     state.trackers["count"] = Count()
+    state.rank_trackers["count"] = Count()
     train_step(state)
     return state
 
@@ -75,6 +76,12 @@ def change_tracker(state: TrainingState) -> None:
     count.value += 1
 
 
+def change_own_tracker(state: TrainingState) -> None:
+    count = state.rank_trackers["count"]
+    assert isinstance(count, Count)
+    count.value += 1
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -82,7 +89,8 @@ def change_tracker(state: TrainingState) -> None:
         (change_moment, "optimizer"),
         (change_counter, "optimizer"),
         (change_buffer, "rest"),
-        (change_schedule, "rest"),
+        (change_schedule, "schedule"),
+        (change_own_tracker, "own"),
         (change_tracker, "rest"),
         (lambda _: random.random(), "rng"),
         (lambda _: torch.rand(1), "rng"),
@@ -95,7 +103,7 @@ def test_what_changes_is_seen_in_its_own_digest_and_in_no_other(
     assert traced(state) == before
     change(state)
     after = traced(state)
-    names = ("weights", "optimizer", "rest", "rng")
+    names = ("weights", "optimizer", "schedule", "rest", "rng", "own")
     assert [name for name in names if getattr(after, name) != getattr(before, name)] == [part]
 
 
