@@ -20,7 +20,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from typer.testing import CliRunner
 
+from orchestrator.cli import app
 from orchestrator.event_tail import EventTail
 from orchestrator.local_cluster import descendants, is_running
 from orchestrator.run_identity import make_run_id
@@ -45,6 +47,7 @@ __all__ = [
     "RunProcess",
     "RunResult",
     "assert_all_commits_verify",
+    "assert_data_audit_proves",
     "assert_each_attempt_goes_on_where_it_restored",
     "assert_nothing_left",
     "assert_samples_in_order",
@@ -317,6 +320,15 @@ def assert_samples_in_order(result: RunResult, num_rows: int = NUM_ROWS) -> None
         assert history[step]["sample_chain"] == expected, f"step {step} did not train on its own samples"
         assert history[step]["position"] == step * GLOBAL_BATCH
         assert history[step]["tokens"] == step * GLOBAL_BATCH * SEQUENCE_LENGTH
+    assert_data_audit_proves(result.run)
+
+
+def assert_data_audit_proves(run: Run) -> None:
+    """What the newest Checkpoint says of its samples holds; a run that never saved has nothing to say."""
+    if not CommitLog(open_store(str(run.directory)), run.run_id).commits():
+        return
+    ended = CliRunner().invoke(app, ["data", "audit", str(run.directory)])
+    assert ended.exit_code == 0, ended.output
 
 
 def assert_each_attempt_goes_on_where_it_restored(result: RunResult) -> None:

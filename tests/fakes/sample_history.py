@@ -93,7 +93,7 @@ class History:
 def random_history(seed: int, *, lives: int = 25) -> History:
     """Kills, drains, growth, shrinking, bad steps and other batches, in an order that ``seed`` decides."""
     rng = random.Random(seed)
-    history = History(order=order_of(rng.randint(30, 90), seed=seed))
+    history = History(order=_any_order(rng, seed))
     saved = [copy(history.progress)]
     history.start(4)
     for _ in range(lives):
@@ -112,3 +112,17 @@ def random_history(seed: int, *, lives: int = 25) -> History:
         history.start(rng.randint(1, 6), at=at)
     history.train(1)
     return history
+
+
+def _any_order(rng: random.Random, seed: int) -> SampleOrder:
+    """One source, one that is shuffled by blocks, or a mix of unlike sources."""
+    num_rows = rng.randint(30, 90)
+    match seed % 3:
+        case 0:
+            return order_of(num_rows, seed=seed)
+        case 1:
+            source = SourceRows(name="train", num_rows=num_rows, block_rows=7)
+            return SampleOrder(seed=seed, sources=(source,), shuffle="blocks", window_blocks=2)
+        case _:
+            sources = (SourceRows(name="a", num_rows=num_rows, weight=3), SourceRows(name="b", num_rows=17))
+            return SampleOrder(seed=seed, sources=sources)

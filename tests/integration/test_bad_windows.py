@@ -13,6 +13,7 @@ from storage.keys import StepKey
 from storage.merge import merge_receipts
 from storage.open_store import open_store
 from storage.sources import RestorePlan, ShardLocation
+from tests.fakes.audited import audit_of
 from tests.fakes.rank_processes import Ended, Trio
 from tests.fakes.token_datasets import write_numbered_rows
 from tests.fakes.worker_settings import make_settings
@@ -24,7 +25,7 @@ from workers.state import EMPTY_CHAIN
 
 STEPS, BAD_STEP, ROWS, SEED, BATCH, MICRO_BATCH = 8, 4, 200, 5, 8, 2
 BAD_ROW = int(sample_ids(SEED, ROWS, (BAD_STEP - 1) * BATCH, BATCH)[3])
-WINDOW = SkippedWindow(place=(BAD_STEP - 1) * BATCH, samples=BATCH, step=BAD_STEP)
+WINDOW = SkippedWindow(place=(BAD_STEP - 1) * BATCH, samples=BATCH, step=BAD_STEP, reason="not-finite")
 
 
 def train_with_a_bad_row(session: Session) -> None:
@@ -95,6 +96,7 @@ def test_a_batch_that_gives_nan_is_left_out_once_and_everything_else_is_as_it_wo
     assert told
     assert {cause.kind for cause in causes} <= {CauseKind.BAD_STEP, CauseKind.COLLECTIVE}
     assert all((cause.step, cause.windows) == (BAD_STEP, (WINDOW,)) for cause in told)
+    assert {window.reason for cause in told for window in cause.windows} == {"not-finite"}
     assert {receipt.step for ended in broken for receipt in ended.receipts} == {2}, "a save of the bad step was staged"
     assert [report.step for report in broken[0].reports] == [1, 2, 3]
 
@@ -112,6 +114,10 @@ def test_a_batch_that_gives_nan_is_left_out_once_and_everything_else_is_as_it_wo
     carried = trio.run(3, restore=plan_for(tmp_path, resumed, 6))
     assert_finished(carried)
     assert [r.sample_chain for r in carried[0].reports] == [r.sample_chain for r in after[-2:]]
+    report = audit_of((receipt for one in carried for receipt in one.receipts), carried[0].reports, STEPS)
+    assert (report.findings, report.samples, report.missing, report.repeated) == ((), STEPS * BATCH, 0, 0)
+    assert [(w.place, w.left_out, w.step, w.why) for w in report.skipped] == [(24, BATCH, BAD_STEP, "not-finite")]
+    assert (report.worlds, report.lives) == ({2: 6, 3: 2}, 3)
 
 
 def test_a_loss_spike_is_told_from_noise_only_where_that_is_asked_for(
