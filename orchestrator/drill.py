@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from orchestrator.chaos_needs import check_schedule
+from orchestrator.drill_audit import audit_run
 from orchestrator.drill_compare import compare
 from orchestrator.drill_history import read_history
 from orchestrator.drill_plot import draw
@@ -20,6 +21,7 @@ from orchestrator.drill_rules import EXACT, ROUNDED
 from orchestrator.drill_runs import INTERRUPTED, UNBROKEN, DrillPlan, DrillRun, RunEnd
 from orchestrator.drill_text import DrillResult, result_json, result_text
 from orchestrator.errors import ConfigError
+from orchestrator.event_fields import Event
 from orchestrator.exit_codes import DrillCode, ExitCode
 from orchestrator.progress import ProgressView, open_progress
 from orchestrator.stop_signals import stop_signals
@@ -32,6 +34,7 @@ PLOT: Final = "drill.png"
 _KEPT = frozenset({EVENTS, SUMMARY})
 _SHOWN_LINES: Final = 30
 RunOne = Callable[[DrillPlan, str, ProgressView, list[int]], RunEnd]
+Audit = Callable[[Path, list[Event]], tuple[str, ...]]
 
 
 def choose_folder(asked: Path | None, name: str) -> Path:
@@ -67,6 +70,7 @@ def run_drill(
     json_output: bool = False,
     is_kept: bool = False,
     run_one: RunOne = lambda plan, name, view, stops: DrillRun(plan, name, view, stops).run(),
+    audit: Audit = audit_run,
 ) -> int:
     """Both runs, one after the other, and the verdict on stdout. Returns the exit code of the drill."""
     check_plan(plan)
@@ -93,7 +97,8 @@ def run_drill(
         _say_failure(failed, plan)
     if len(ends) < 2:
         return ends[0].exit_code
-    result = _compare(plan, *ends)
+    found = audit(plan.directory(INTERRUPTED), ends[1].events)
+    result = _compare(plan, *ends, audit=found)
     text = json.dumps(result_json(result), indent=1)
     (plan.folder / RESULT).write_text(text + "\n")
     print(text if json_output else result_text(result), flush=True)
@@ -104,7 +109,7 @@ def run_drill(
     return ExitCode.SUCCESS if result.is_same else DrillCode.NOT_THE_SAME
 
 
-def _compare(plan: DrillPlan, unbroken: RunEnd, interrupted: RunEnd) -> DrillResult:
+def _compare(plan: DrillPlan, unbroken: RunEnd, interrupted: RunEnd, *, audit: tuple[str, ...]) -> DrillResult:
     histories = read_history(unbroken.events), read_history(interrupted.events)
     comparison = compare(
         *histories,
@@ -121,7 +126,7 @@ def _compare(plan: DrillPlan, unbroken: RunEnd, interrupted: RunEnd) -> DrillRes
         comparison=comparison,
         exit_codes={end.name: end.exit_code for end in (unbroken, interrupted)},
         seconds={end.name: end.seconds for end in (unbroken, interrupted)},
-        audit=None,
+        audit=audit,
         plot=draw(plan.folder / PLOT, *histories, comparison),
         folder=str(plan.folder),
     )

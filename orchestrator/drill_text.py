@@ -20,7 +20,7 @@ _SHOWN_LOSSES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillResult:
-    """All that is told. ``seconds``: by run. ``audit``: what the data audit found wrong, None where it was not made.
+    """All that is told. ``seconds``: by run. ``audit``: what the data audit could not prove.
     ``plot``: the picture's file, or why there is none."""
 
     name: str
@@ -31,14 +31,14 @@ class DrillResult:
     comparison: Comparison
     exit_codes: dict[str, int]
     seconds: dict[str, float]
-    audit: tuple[str, ...] | None
+    audit: tuple[str, ...]
     plot: str
     folder: str
 
     @property
     def problems(self) -> tuple[str, ...]:
         ends = (f"the {name} run ended with exit code {code}" for name, code in self.exit_codes.items() if code)
-        audit = (f"data audit: {found}" for found in self.audit or ())
+        audit = (f"data audit: {found}" for found in self.audit)
         return (*ends, *self.comparison.problems, *audit)
 
     @property
@@ -67,6 +67,8 @@ def result_text(result: DrillResult) -> str:
     if comparison.first:
         lines += _first_difference(result)
     lines += [f"PROBLEM  {problem}" for problem in result.problems]
+    if not result.audit:
+        lines.append("audit    each sample once an epoch and in order, by the ledger of the interrupted run")
     lines += [f"plot     {result.plot}", f"files    {result.folder}", "", _verdict(result)]
     return "\n".join(lines)
 
@@ -196,7 +198,7 @@ def result_json(result: DrillResult) -> dict[str, JsonValue]:
         "last_fault_before": None if strike is None else str(strike),
         "weights_digest": {"uninterrupted": result.unbroken.weights_digest,
                            "interrupted": result.interrupted.weights_digest},
-        "audit": None if result.audit is None else list(result.audit),
+        "audit": list(result.audit),
         "problems": list(result.problems),
         "plot": result.plot,
         "folder": result.folder,

@@ -62,11 +62,18 @@ class Runs:
         return RunEnd(name=name, exit_code=code, events=events, seconds=1.0, lines=("the last words",))
 
 
+def nothing_wrong(directory: Path, events: list[Any]) -> tuple[str, ...]:
+    """The audit of a run whose store is imagined too."""
+    assert (directory / "shards").exists(), "what was to be audited is gone"
+    assert events
+    return ()
+
+
 def test_two_runs_that_did_the_same_end_with_zero_and_leave_no_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, runs = make_plan(tmp_path / "out"), Runs()
-    assert run_drill(plan, run_one=runs) == 0
+    assert run_drill(plan, audit=nothing_wrong, run_one=runs) == 0
     assert runs.asked == [UNBROKEN, INTERRUPTED]
     said = capsys.readouterr()
     assert "faults of the second run: kill-worker@8" in said.err
@@ -82,7 +89,7 @@ def test_a_difference_has_a_code_of_its_own_and_everything_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = make_plan(tmp_path / "out")
-    code = run_drill(plan, run_one=Runs(change=lambda event: event.update(loss=3.0)))
+    code = run_drill(plan, audit=nothing_wrong, run_one=Runs(change=lambda event: event.update(loss=3.0)))
     assert (code, DrillCode.NOT_THE_SAME.value) == (25, 25)
     out = capsys.readouterr().out
     assert "FIRST DIFFERENCE at step 12" in out
@@ -93,14 +100,20 @@ def test_a_difference_has_a_code_of_its_own_and_everything_is_kept(
     assert (plan.directory(INTERRUPTED) / "shards").exists()
 
 
+def test_samples_that_are_not_proven_are_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run_drill(make_plan(tmp_path / "out"), audit=lambda *_: ("steps 3 to 4: 1 missing",), run_one=Runs())
+    assert code == DrillCode.NOT_THE_SAME
+    assert "NOT PROVEN: data audit: steps 3 to 4: 1 missing." in capsys.readouterr().out
+
+
 def test_json_is_alone_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_drill(make_plan(tmp_path / "out"), json_output=True, run_one=Runs()) == 0
+    assert run_drill(make_plan(tmp_path / "out"), json_output=True, audit=nothing_wrong, run_one=Runs()) == 0
     assert json.loads(capsys.readouterr().out)["is_same"] is True
 
 
 def test_what_was_passed_is_kept_when_asked(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "out")
-    assert run_drill(plan, is_kept=True, run_one=Runs()) == 0
+    assert run_drill(plan, is_kept=True, audit=nothing_wrong, run_one=Runs()) == 0
     assert (plan.directory(UNBROKEN) / "shards").exists()
 
 
@@ -109,7 +122,7 @@ def test_a_run_that_failed_gives_its_own_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], codes: tuple[int, int], num_runs: int
 ) -> None:
     runs = Runs(codes=codes)
-    assert run_drill(make_plan(tmp_path / "out"), run_one=runs) == max(codes)
+    assert run_drill(make_plan(tmp_path / "out"), audit=nothing_wrong, run_one=runs) == max(codes)
     assert len(runs.asked) == num_runs
     err = capsys.readouterr().err
     assert "the last words" in err
@@ -118,7 +131,7 @@ def test_a_run_that_failed_gives_its_own_code(
 
 def test_a_stop_ends_with_14_starts_no_second_run_and_leaves_nothing(tmp_path: Path) -> None:
     plan, runs = make_plan(tmp_path / "out"), Runs(stop=True)
-    assert run_drill(plan, run_one=runs) == ExitCode.STOPPED
+    assert run_drill(plan, audit=nothing_wrong, run_one=runs) == ExitCode.STOPPED
     assert runs.asked == [UNBROKEN]
     assert not plan.folder.exists()
 
