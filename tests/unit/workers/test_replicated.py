@@ -42,17 +42,17 @@ def test_many_small_buckets_give_what_one_does(
 ) -> None:
     monkeypatch.setattr(replicated, "_BUCKET_BYTES", 64)
     del mesh
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2).double())
+    model = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2).double()])
     if is_double:
         accumulate_in_double(model)
     for _ in range(2):
-        model[1](model[0](torch.ones(2, 5))).square().sum().backward()
-        model[2].weight.square().sum().backward()
-    expected = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2).double())
+        torch.autograd.backward(model[1](model[0](torch.ones(2, 5))).square().sum())
+        torch.autograd.backward(model[2].get_parameter("weight").square().sum())
+    expected = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2).double()])
     expected.load_state_dict(model.state_dict())
     for _ in range(2):
-        expected[1](expected[0](torch.ones(2, 5))).square().sum().backward()
-        expected[2].weight.square().sum().backward()
+        torch.autograd.backward(expected[1](expected[0](torch.ones(2, 5))).square().sum())
+        torch.autograd.backward(expected[2].get_parameter("weight").square().sum())
     found = sum_gradients(model.parameters())
     assert len(found) == 5
     assert model[2].bias.grad is None
@@ -69,7 +69,7 @@ def test_a_second_step_starts_from_nothing(mesh: DeviceMesh) -> None:
     accumulate_in_double(model)
     gradients = []
     for _ in range(2):
-        model(torch.ones(1, 3)).sum().backward()
+        torch.autograd.backward(model(torch.ones(1, 3)).sum())
         gradients.append([gradient.clone() for gradient in sum_gradients(model.parameters())])
         model.zero_grad(set_to_none=True)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -77,7 +77,7 @@ def test_a_second_step_starts_from_nothing(mesh: DeviceMesh) -> None:
 
 def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:
     model = nn.Embedding(5, 3, sparse=True)
-    model(torch.tensor([1])).sum().backward()
+    torch.autograd.backward(model(torch.tensor([1])).sum())
     with pytest.raises(ValueError, match=r"shape \(5, 3\) .* build its module with sparse=False"):
         sum_gradients(model.parameters())
 
@@ -86,12 +86,12 @@ def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:
 def test_lower_precision_is_of_the_computation_alone(mesh: DeviceMesh, name: str) -> None:
     with torch.device("meta"):
         model = OddModel()
-    config = ModelConfig(parallelism="ddp", compute_dtype=name, activation_checkpointing={"enabled": True})  # type: ignore[arg-type]
+    config = ModelConfig(parallelism="ddp", compute_dtype=name, activation_checkpointing={"enabled": True})
     state = build_state(mesh, model=model, config=config)
     ids = torch.arange(12).remainder(7).view(3, 4)
     logits = state.model(ids)
     assert logits.dtype is getattr(torch, name)
-    logits.float().sum().backward()
+    torch.autograd.backward(logits.float().sum())
     for _, parameter in named_parameters(state.model):
         assert parameter.dtype is torch.float32
         assert parameter.grad is not None
