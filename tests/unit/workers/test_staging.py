@@ -202,6 +202,7 @@ def test_the_plain_state_is_json_by_parameter_name(mesh: DeviceMesh) -> None:
         "best_metric": None,
         "best_step": None,
         "skipped": {"__tuple__": []},
+        "ledger": "",
     }
 
 
