@@ -107,7 +107,9 @@ class RunConfig(_Settings):
 
     run: RunSettings
     seed: int = Field(0, ge=0, lt=1 << 63)
-    reproducible: Reproducible = Field(False, description="the same bits at any world size; not available yet")
+    reproducible: Reproducible = Field(
+        False, description="the same bits at any world size; exact: by a fold of gradients in leaf order, as the proof"
+    )
     world: WorldConfig = WorldConfig()
     model: ModelConfig
     data: DataConfig
@@ -119,7 +121,22 @@ class RunConfig(_Settings):
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
 
     @model_validator(mode="after")
-    def _available(self) -> Self:
-        if self.reproducible:
-            raise ValueError("reproducible: true is not available yet; leave it false")
+    def _can_be_reproducible(self) -> Self:
+        if not self.reproducible:
+            return self
+        if self.model.compile:
+            raise ValueError(
+                "reproducible with model.compile: which kernels compiling comes to is not known to be the same on every"
+                " rank; set model.compile: false"
+            )
+        if self.world.threads_per_worker is None and not self.world.resources_per_worker.get("GPU"):
+            raise ValueError(
+                "reproducible with world.threads_per_worker: null: the bits of a sum on the CPU depend on the number of"
+                " threads; set it to a number"
+            )
+        if self.reproducible == "exact" and self.model.parallelism != "fsdp":
+            raise ValueError(
+                f"reproducible: exact with model.parallelism: {self.model.parallelism}: gradients are folded leaf by"
+                " leaf by FSDP2 only; set model.parallelism: fsdp or reproducible: true"
+            )
         return self

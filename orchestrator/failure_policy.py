@@ -47,6 +47,7 @@ class FaultKind(StrEnum):
     USER_ERROR = "user-error"
     CORRUPT_CHECKPOINT = "corrupt-checkpoint"
     MISMATCH = "checkpoint-mismatch"
+    CONFIGURATION = "configuration"
     STORAGE = "storage-error"
     BAD_STEP = "bad-step"
     MEMORY = "memory-unreadable"
@@ -106,6 +107,7 @@ def _root_cause(outcomes: Sequence[Outcome]) -> FailureCause | None:
     severity = [
         CauseKind.CORRUPT_CHECKPOINT,
         CauseKind.CHECKPOINT_MISMATCH,
+        CauseKind.CONFIGURATION,
         CauseKind.DATA,
         CauseKind.BAD_STEP,
         CauseKind.OUT_OF_MEMORY,
@@ -140,6 +142,7 @@ def _classify(facts: AttemptFacts) -> Fault:
         kinds = {
             CauseKind.CORRUPT_CHECKPOINT: FaultKind.CORRUPT_CHECKPOINT,
             CauseKind.CHECKPOINT_MISMATCH: FaultKind.MISMATCH,
+            CauseKind.CONFIGURATION: FaultKind.CONFIGURATION,
             CauseKind.STORAGE: FaultKind.STORAGE,
             CauseKind.BAD_STEP: FaultKind.BAD_STEP,
             CauseKind.MEMORY: FaultKind.MEMORY,
@@ -184,7 +187,7 @@ def decide_after_fault(
         passed = forget_passed(counters.repeats, fault.step - 1, doubt=fault.step_doubt)
         counters = replace(counters, repeats=passed)
     match fault.kind:
-        case FaultKind.MISMATCH:
+        case FaultKind.MISMATCH | FaultKind.CONFIGURATION:
             return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=fault.detail), counters
         case FaultKind.CORRUPT_CHECKPOINT:
             # Each bad Checkpoint is quarantined once, so their number is the bound; unless the quarantine is not kept.

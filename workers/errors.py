@@ -15,6 +15,7 @@ __all__ = [
     "FormingFailed",
     "LoopMisused",
     "LossSpike",
+    "NotReproducible",
     "RanksDisagree",
     "StepNotFinite",
     "StepRejected",
@@ -69,6 +70,10 @@ class CoordinatorUnavailable(WorkersError):
 
 class LoopMisused(WorkersError):
     """A train loop called the Session in an order that would lose or repeat work."""
+
+
+class NotReproducible(WorkersError):
+    """`reproducible` is asked for with something that cannot have the same bits at any world size."""
 
 
 class RanksDisagree(WorkersError):

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from workers.data_patience import DataPatience
 from workers.dataset_mix import TokenRows
+from workers.leaf_rng import LeafRng
 from workers.reduction import ordered_mean
 from workers.stream import Leaf, validation_leaves
 
@@ -34,11 +35,13 @@ def evaluate(
     check: Callable[[], None],
     must_stop: Callable[[], bool] = lambda: False,
     patience: DataPatience | None = None,
+    leaf_rng: LeafRng | None = None,
+    step: int = 0,
 ) -> float | None:
     """Mean loss over the leaves that the split really has, at most ``num_leaves``. Collective.
 
     ``must_stop`` is asked before the first leaf is read and before each is computed, and must say the same on all
-    ranks. None: it said yes.
+    ranks. None: it said yes. ``leaf_rng``: what the forwards draw is then fixed by ``step`` and leaf.
     """
     if must_stop():
         return None
@@ -52,11 +55,15 @@ def evaluate(
                 check()
                 if must_stop():
                     return None
+                if leaf_rng is not None:
+                    leaf_rng.begin(step, leaf.index, purpose="eval")
                 loss = loss_of(move_leaf(leaf, device))
                 if not leaf.is_surplus:
                     losses[leaf.index] = loss
                     present[leaf.index] = 1.0
     finally:
+        if leaf_rng is not None:
+            leaf_rng.end()
         model.train(was_training)
         reshard(model)
     both = torch.stack((losses, present))

@@ -17,7 +17,7 @@ from storage.errors import CorruptCheckpoint, ManifestMismatch, MemoryUnreadable
 from storage.keys import StepKey
 from workers.contract import CauseKind, FailureCause
 from workers.data_errors import DataError
-from workers.errors import AttemptAbandoned, FormingFailed, RanksDisagree, StepRejected
+from workers.errors import AttemptAbandoned, FormingFailed, NotReproducible, RanksDisagree, StepRejected
 
 __all__ = ["cause_of", "classify"]
 
@@ -49,6 +49,8 @@ def classify(error: BaseException) -> CauseKind:
         return CauseKind.STORAGE
     if isinstance(error, DataError):
         return CauseKind.DATA
+    if isinstance(error, NotReproducible):
+        return CauseKind.CONFIGURATION
     if isinstance(error, StepRejected):
         return CauseKind.BAD_STEP
     if _is_out_of_memory(error):

@@ -24,6 +24,7 @@ from storage.spool_files import spool_directory
 from workers.contract import AttemptSpec, Restored
 from workers.dataset_mix import TokenRows
 from workers.errors import LoopMisused
+from workers.invariance import begin_process, require_invariant_optimizer, require_same_kernels
 from workers.loss_scaling import build_scaler
 from workers.models import ModelTemplate, instantiate, materialize
 from workers.optim import build_optimizer, build_scheduler
@@ -35,7 +36,6 @@ from workers.settings import WorkerSettings
 from workers.snapshot import capture
 from workers.staging import Stager
 from workers.state import Tracker, TrainingState
-from workers.snapshot import capture
 
 __all__ = ["Makers", "WarmParts", "load_state"]
 
@@ -79,9 +79,15 @@ def load_state(
     on_restored: Callable[[Restored, RestoreReport], None] = lambda *_: None,
 ) -> TrainingState:
     """The state with which step ``progress.step + 1`` begins."""
-    model = parallelize(_meta_model(makers, parts.template), settings.model, mesh)
+    if settings.reproducible:
+        begin_process(parts.device)
+        require_same_kernels(spec.rank, parts.device)
+    model = _meta_model(makers, parts.template)
+    parallelize(model, settings.model, mesh, reproducible=settings.reproducible)
     materialize(model, parts.device, settings.seed, init_weights=spec.restore is None or spec.restore.allow_partial)
     optimizer = build_optimizer(model, settings.optim) if makers.optimizer is None else makers.optimizer(model)
+    if settings.reproducible:
+        require_invariant_optimizer(optimizer)
     if makers.scheduler is None:
         scheduler: LRScheduler = build_scheduler(optimizer, settings.optim, settings.total_steps)
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,28 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from workers.config import ActivationCheckpointConfig, ModelConfig
+from workers.config import ActivationCheckpointConfig, ModelConfig, Reproducible
+from workers.exact_norm import exact_norm
+from workers.invariance import Invariance, require_invariant_modules
 from workers.replicated import compute_in, sum_gradients
 
-__all__ = ["Gradients", "clip_gradients", "decoder_blocks", "parallelize", "reduced_gradients", "scale_gradients"]
+__all__ = [
+    "Gradients",
+    "clip_gradients",
+    "decoder_blocks",
+    "invariance_of",
+    "parallelize",
+    "reduced_gradients",
+    "scale_gradients",
+]
+
+_INVARIANCE: Final = "_raysume_invariance"  # where a model keeps its own
+
+
+def invariance_of(model: nn.Module) -> Invariance | None:
+    """What keeps this model's steps reproducible; None where that was not asked for."""
+    invariance: Invariance | None = model.__dict__.get(_INVARIANCE)
+    return invariance
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
@@ -44,15 +62,22 @@ def _num_values(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def parallelize(model: nn.Module, config: ModelConfig, mesh: DeviceMesh) -> nn.Module:
+def parallelize(
+    model: nn.Module, config: ModelConfig, mesh: DeviceMesh, *, reproducible: Reproducible = False
+) -> nn.Module:
     """Shard ``model`` over ``mesh`` in place, or leave it whole on every rank. A world of one takes the same path."""
+    if reproducible:
+        require_invariant_modules(model)
     compute = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.compute_dtype]
     blocks = decoder_blocks(model)
     if config.parallelism == "ddp":
         if compute is not torch.float32:
             compute_in(model, compute, mesh.device_type)
     else:
-        _shard(model, blocks, compute, mesh)
+        # Leaves add up in this dtype, on a rank and over ranks; the exact fold gets each of them by itself.
+        _shard(model, blocks, compute, mesh, torch.float64 if reproducible is True else torch.float32)
+    if reproducible:
+        model.__dict__[_INVARIANCE] = Invariance(model, reproducible, mesh.size())
     _checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         for block in blocks:
@@ -60,8 +85,10 @@ def parallelize(model: nn.Module, config: ModelConfig, mesh: DeviceMesh) -> nn.M
     return model
 
 
-def _shard(model: nn.Module, blocks: list[nn.Module], compute: torch.dtype, mesh: DeviceMesh) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+def _shard(
+    model: nn.Module, blocks: list[nn.Module], compute: torch.dtype, mesh: DeviceMesh, reduce_dtype: torch.dtype
+) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=scalars)
@@ -79,6 +106,8 @@ class Gradients:
     sharded: tuple[torch.Tensor, ...]
     replicated: tuple[torch.Tensor, ...]
     device: torch.device
+    num_exact: int | None = None
+    """Elements of the whole model, where the norm is to have the same bits however they are cut."""
 
     def counted_by(self, rank: int) -> tuple[torch.Tensor, ...]:
         """Those that ``rank`` answers for, where every element of the model's gradient is to be met exactly once."""
@@ -91,10 +120,15 @@ def reduced_gradients(model: nn.Module) -> Gradients:
     FSDP2 has summed those of what it shards in the last backward. What is whole on every rank is summed here.
     """
     whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-    replicated = sum_gradients(whole)
+    invariance = invariance_of(model)
+    replicated = sum_gradients(whole) if invariance is None else invariance.sum_whole(whole)
     sharded = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
     device = next(model.parameters()).device
-    return Gradients(sharded=tuple(sharded), replicated=tuple(replicated), device=device)
+    num_exact = None
+    if invariance is not None and sharded + replicated:
+        torch._foreach_add_(sharded + replicated, 0.0)  # -0.0 to 0.0: a surplus leaf's zeros decide which of them it is
+        num_exact = sum(parameter.numel() for parameter in model.parameters())
+    return Gradients(sharded=tuple(sharded), replicated=tuple(replicated), device=device, num_exact=num_exact)
 
 
 def scale_gradients(gradients: Gradients, max_norm: float) -> torch.Tensor:
@@ -103,13 +137,7 @@ def scale_gradients(gradients: Gradients, max_norm: float) -> torch.Tensor:
     Squares are summed in fp64, so the norm hardly depends on how shards are cut. Those of what every rank holds are one
     rank's word: machines that differ must not come to scales that differ, and their replicas apart.
     """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    whole = gradients.replicated if is_first else ()
-    parts = (_sum_of_squares(gradients.sharded, gradients.device), _sum_of_squares(whole, gradients.device))
-    totals = torch.stack(parts)
-    if dist.is_initialized():
-        dist.all_reduce(totals)
-    norm = totals.sum().sqrt()
+    norm = _norm(gradients)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in (*gradients.sharded, *gradients.replicated):
         gradient.mul_(scale.to(gradient.dtype))
@@ -119,6 +147,18 @@ def scale_gradients(gradients: Gradients, max_norm: float) -> torch.Tensor:
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Both of these."""
     return scale_gradients(reduced_gradients(model), max_norm)
+
+
+def _norm(gradients: Gradients) -> torch.Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if gradients.num_exact is not None:
+        return exact_norm(gradients.counted_by(rank), count=gradients.num_exact, device=gradients.device)
+    whole = gradients.replicated if rank == 0 else ()
+    parts = (_sum_of_squares(gradients.sharded, gradients.device), _sum_of_squares(whole, gradients.device))
+    totals = torch.stack(parts)
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    return totals.sum().sqrt()
 
 
 def _sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

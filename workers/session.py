@@ -30,6 +30,7 @@ from workers.errors import LoopMisused, RanksDisagree
 from workers.evaluation import evaluate
 from workers.groups import Groups
 from workers.heartbeat import Pulse
+from workers.leaf_rng import LeafRng
 from workers.loading import Makers, WarmParts, load_state
 from workers.loss import LossOf, mean_token_loss
 from workers.loss_scaling import LossScaling
@@ -94,6 +95,7 @@ class Session:
             pressure=MemoryPressure(parts.device, settings.signals),
             upload=self._reader.upload,
         )
+        self._leaf_rng = LeafRng(settings.seed) if settings.reproducible else None
         self._state: TrainingState | None = None
         self._loss: LossOf = mean_token_loss
         self._model: weakref.ref[nn.Module] | None = None
@@ -230,6 +232,7 @@ class Session:
                 clip_norm=self._settings.optim.clip_norm,
                 measured=self._settings.signals.measures(number),
                 check=self._check,
+                leaf_rng=self._leaf_rng,
             )
             if self._finished_step != number:
                 raise LoopMisused(f"rank {self.rank}: step {number} was not ended by session.step_end(step)")
@@ -282,6 +285,8 @@ class Session:
                 check=self._check,
                 must_stop=partial(self._yielding.must_stop, step.number),
                 patience=self._data_patience,
+                leaf_rng=self._leaf_rng,
+                step=step.number,
             )
         if loss is None:
             self._yielding.say_cut_short(step.number)

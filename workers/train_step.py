@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from workers.errors import LoopMisused
 from workers.evaluation import move_leaf
 from workers.gradient_statistics import GradientSum, sum_elements
+from workers.leaf_rng import LeafRng
 from workers.local_step import step_locally
 from workers.loss_scaling import LossScaling
-from workers.parallelize import reduced_gradients, scale_gradients
+from workers.parallelize import invariance_of, reduced_gradients, scale_gradients
 from workers.reduction import leaf_weight, num_rounds
 from workers.sample_order import leaf_digest
 from workers.schedule import advance_schedule
@@ -43,12 +44,14 @@ class TrainStep:
         clip_norm: float,
         measured: bool,
         check: Callable[[], None],
+        leaf_rng: LeafRng | None = None,
     ) -> None:
         self.number = number
         self._state, self._stream, self._check = state, stream, check
         self._device = device
         self._num_leaves, self._rank, self._world_size, self._clip_norm = num_leaves, rank, world_size, clip_norm
-        self._measured = measured
+        self._measured, self._leaf_rng = measured, leaf_rng
+        self._invariance = invariance_of(state.model)
         self._started_at = time.monotonic()
         self.scaling = LossScaling(state.scaler)
         self.losses: dict[int, torch.Tensor] = {}
@@ -58,14 +61,31 @@ class TrainStep:
         self.lr = 0.0
 
     def leaves(self) -> Iterator[Leaf]:
-        """This rank's micro-batches. Gradients are reduced over ranks in the backward of the last one."""
-        last_round = num_rounds(self._num_leaves, self._world_size) - 1
+        """This rank's micro-batches. Gradients are reduced over ranks in the backward of the last one, or, where each
+        leaf's is folded by itself, of every one."""
         for round_index, leaf in enumerate(self._stream.leaves(self.number)):
             self._check()
-            if isinstance(self._state.model, FSDPModule):
-                self._state.model.set_requires_gradient_sync(round_index == last_round)
-                self._state.model.set_is_last_backward(round_index == last_round)
+            self._begin_leaf(round_index, leaf)
             yield move_leaf(leaf, self._device)
+            if self._invariance is not None:
+                self._invariance.end_leaf()
+        self._end_leaves()
+
+    def _begin_leaf(self, round_index: int, leaf: Leaf) -> None:
+        model, invariance = self._state.model, self._invariance
+        if isinstance(model, FSDPModule):
+            is_last = round_index == num_rounds(self._num_leaves, self._world_size) - 1
+            is_reduced = is_last or (invariance is not None and invariance.is_exact)
+            model.set_requires_gradient_sync(is_reduced)
+            model.set_is_last_backward(is_reduced)
+        if invariance is not None:
+            invariance.begin_leaf(round_index, self._num_leaves)
+        if self._leaf_rng is not None:
+            self._leaf_rng.begin(self.number, leaf.index)
+
+    def _end_leaves(self) -> None:
+        if self._leaf_rng is not None:
+            self._leaf_rng.end()
 
     def backward(self, leaf: Leaf, loss: torch.Tensor) -> None:
         """Add the leaf's share of the gradient; a surplus leaf adds zero and leaves no trace in the records."""
@@ -87,6 +107,7 @@ class TrainStep:
         if self.grad_norm is not None:
             raise LoopMisused(f"step {self.number}: apply was called twice")
         self._check()
+        self._end_leaves()  # of a loop that did not ask whether there is another
         state = self._state
         gradients = reduced_gradients(state.model)
         self.scaling.unscale(gradients)

@@ -169,3 +169,23 @@ def test_the_example_is_valid_without_its_comments_too() -> None:
 def test_a_config_error_survives_pickling() -> None:
     error = ConfigError("a.yaml", ("one", "two"))
     assert str(pickle.loads(pickle.dumps(error))) == "a.yaml: 2 problems\n  - one\n  - two"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model.compile=true",), "reproducible with model.compile"),
+        (("world.threads_per_worker=null",), "threads_per_worker: null"),
+        (("model.parallelism=ddp", "reproducible=exact"), "exact with model.parallelism: ddp"),
+    ],
+)
+def test_what_cannot_be_reproducible_is_refused_with_what_to_do(overrides: tuple[str, ...], message: str) -> None:
+    (problem,) = problems_of("reproducible=true", *overrides)
+    assert message in problem
+    assert "; set " in problem
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("exact", "exact"), ("false", False)])
+def test_reproducible_is_off_on_or_exact(text: str, value: object) -> None:
+    assert load_config(LOCAL).reproducible is False
+    assert load_config(LOCAL, (f"reproducible={text}",)).reproducible == value
