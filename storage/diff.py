@@ -15,6 +15,7 @@ from storage.manifest import Manifest, TensorLayout
 __all__ = ["ManifestDiff", "ValueChange", "diff_manifests"]
 
 _MISSING = object()
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +31,10 @@ class ValueChange:
 
     def __str__(self) -> str:
         if self.is_added:
-            return f"{self.path}: only in B: {self.after!r}"
+            return f"{self.path}: only in B: {_shown(self.after)}"
         if self.is_removed:
-            return f"{self.path}: only in A: {self.before!r}"
-        return f"{self.path}: {self.before!r} -> {self.after!r}"
+            return f"{self.path}: only in A: {_shown(self.before)}"
+        return f"{self.path}: {_shown(self.before)} -> {_shown(self.after)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,12 @@ class ManifestDiff:
     @property
     def has_same_layout(self) -> bool:
         return not (self.added or self.removed or self.reshaped or self.retyped)
+
+
+def _shown(value: JsonValue) -> str:
+    """Long text, as the ledger is, by its end: that is where it grows."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:20]} ... {text[-_MAX_SHOWN:]}"
 
 
 def diff_manifests(before: Manifest, after: Manifest) -> ManifestDiff:

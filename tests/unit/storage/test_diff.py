@@ -45,6 +45,13 @@ def test_settings_are_compared_path_by_path() -> None:
     ]
 
 
+def test_long_text_that_grew_is_shown_by_its_end() -> None:
+    a, b = manifest(metadata={"text": "x" * 5000}), manifest(metadata={"text": "x" * 5000 + " and more"})
+    (line,) = map(str, diff_manifests(a, b).metadata)
+    assert "and more" in line
+    assert len(line) < 600
+
+
 def test_another_cut_of_the_same_tensors_is_no_difference_of_layout() -> None:
     assert diff_manifests(
         prepare(10, world_size=2).manifest(), prepare(10, world_size=4, rows_per_rank=4).manifest()
