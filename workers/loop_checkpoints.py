@@ -11,12 +11,11 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from pydantic import JsonValue
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from storage.config import CheckpointConfig
 from storage.dcp_lineage import lineage_of
@@ -55,12 +54,12 @@ class Found:
 class _UnderWay:
     step: int
     writer: RaysumeWriter
-    future: Future[object]
     began_at_s: float
     stall_s: float
     raw_bytes: int
-    ended: threading.Event
+    ended: threading.Event = field(default_factory=threading.Event)
     ended_at_s: float = 0.0
+    failure: str | None = None
 
 
 class LoopCheckpoints:
@@ -142,19 +141,27 @@ class LoopCheckpoints:
             rank_state={**captured.rank_state, **self._replica_digests(captured)},
             config=self._config,
         )
-        future = async_save(captured.tensors, storage_writer=writer, process_group=self._ranks.saves)
-        assert isinstance(future, Future)
-        under_way = _UnderWay(
+        staged = writer.stage(captured.tensors)
+        assert isinstance(staged, dict)
+        self._under_way = _UnderWay(
             step=state.progress.step,
             writer=writer,
-            future=future,
             began_at_s=began_at_s,
             stall_s=time.monotonic() - began_at_s,
             raw_bytes=_size(captured.tensors),
-            ended=threading.Event(),
         )
-        future.add_done_callback(lambda _: _mark_ended(under_way))
-        self._under_way = under_way
+        # Not DCP's own async_save: it looks through the state and says so of each tensor before it returns.
+        threading.Thread(target=self._store, args=(staged, self._under_way), name="raysume-save").start()
+
+    def _store(self, staged: dict[str, torch.Tensor], under_way: _UnderWay) -> None:
+        try:
+            with own_errors("save"):
+                save(staged, storage_writer=under_way.writer, process_group=self._ranks.saves)
+        except Exception as error:  # noqa: BLE001  a save that failed is a fact; what follows from it is the caller's
+            under_way.failure = f"{type(error).__name__}: {error}"
+        finally:
+            under_way.ended_at_s = time.monotonic()
+            under_way.ended.set()
 
     def _replica_digests(self, captured: Capture) -> dict[str, JsonValue]:
         """For the coordinator rank, which commits nothing where ranks that should hold the same do not."""
@@ -185,22 +192,8 @@ class LoopCheckpoints:
             write_s=under_way.ended_at_s - under_way.began_at_s - under_way.stall_s,
             raw_bytes=under_way.raw_bytes,
             stored_bytes=0 if commit is None else commit.stored_bytes,
-            failure=_failure_of(under_way.future),
+            failure=under_way.failure,
         )
-
-
-def _mark_ended(under_way: _UnderWay) -> None:
-    under_way.ended_at_s = time.monotonic()
-    under_way.ended.set()
-
-
-def _failure_of(future: Future[object]) -> str | None:
-    try:
-        with own_errors("save"):
-            future.result(timeout=0)
-    except Exception as error:  # noqa: BLE001  a save that failed is a fact; what follows from it is the caller's
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _size(tensors: Mapping[str, torch.Tensor]) -> int:
