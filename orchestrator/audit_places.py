@@ -15,6 +15,7 @@ from workers.skipped_windows import Windows, merge
 __all__ = ["Finding", "Places", "check_places", "cut", "unsound"]
 
 _MAX_BATCH: Final = 1 << 24  # of a record that is not damaged: the samples of one step are held at once
+_MAX_PLACE: Final = 1 << 48
 
 Kind = Literal["steps", "range", "places", "window", "chain", "rows", "end"]
 
@@ -98,8 +99,8 @@ def unsound(one: TrainedRange) -> str:
         return f"{one.num_steps} steps of {one.batch} samples are {one.num_steps * one.batch}, not {one.samples}"
     if one.batch % one.leaf or one.batch > _MAX_BATCH:
         return f"a batch of {one.batch} cannot be cut into leaves of {one.leaf}"
-    if any(place < 0 or count < 1 for place, count in one.places):
-        return f"the places {one.places} are none"
+    if any(place < 0 or count < 1 or place + count > _MAX_PLACE for place, count in one.places):
+        return f"the places {str(one.places)[:80]} are none"
     return ""
 
 

@@ -89,7 +89,7 @@ def record_in(text: str) -> DataRecord:
         return DataRecord(**rest)
     except LedgerUnreadable:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise LedgerUnreadable(number, f"expected the training state as `--export` writes it: {error!r}") from error
 
 

@@ -301,7 +301,7 @@ def _read(number: int, line: str) -> _Line:
     except ValidationError as error:
         first = error.errors()[0]
         raise LedgerUnreadable(number, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LedgerUnreadable(number, f"not JSON: {line[:80]!r}") from error
 
 
