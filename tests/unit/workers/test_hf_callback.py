@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from storage.commit_log import CommitLog
 from storage.errors import StorageError
@@ -162,3 +164,15 @@ def test_a_last_step_that_cannot_be_stored_is_an_error(tmp_path: Path) -> None:
 def test_how_to_save_must_be_said_once() -> None:
     with pytest.raises(ValueError, match="every_steps=N or trigger"):
         RaysumeCallback("memory://run")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_script_of_the_docs_trains_and_commits(number: int, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "hf-trainer.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "s3://bucket/run" in blocks[number]
+    script = "\n".join(blocks[: number + 1]) if number == 0 else blocks[0].rpartition("RaysumeCallback")[0] + blocks[1]
+    names = {"model": make_model(), "rows": Rows(), "args": make_arguments(tmp_path / "out", max_steps=2)}
+    names["args"].eval_strategy = IntervalStrategy.NO
+    exec(compile(script.replace("s3://bucket/run", str(tmp_path / "run")), "docs/hf-trainer.md", "exec"), names)
+    assert committed(tmp_path) == [2]
