@@ -58,8 +58,9 @@ class OrderPart:
 class AuditReport:
     """Steps ``first_step`` to ``last_step``; ``unrecorded``: samples before them that the ledger says nothing of.
 
-    ``skipped``: windows on the way, left out on purpose. ``worlds``: steps made at each world size. ``lives``: Attempts
-    that have steps in this history. ``assumed_steps``: the first so many are not recorded; their chain proves them.
+    ``skipped``: windows on the way, left out on purpose. ``worlds``: steps made at each world size. ``course``: from
+    which step on at which, several where ranges were joined. ``lives``: Attempts that have steps in this history.
+    ``assumed_steps``: the first so many are not recorded; their chain proves them.
     """
 
     first_step: int
@@ -74,6 +75,7 @@ class AuditReport:
     attempts: tuple[int, int]
     lives: int
     worlds: dict[int, int]
+    course: tuple[tuple[int, tuple[int, ...]], ...]
     batches: tuple[int, ...]
     num_chains: int
     findings: tuple[Finding, ...] = ()
@@ -118,6 +120,7 @@ def audit(
         attempts=(known[0].attempts[0], known[-1].attempts[1]) if known else (0, 0),
         lives=_lives(known),
         worlds={size: sum(one.worlds.get(size, 0) for one in known) for size in sizes},
+        course=_course(known),
         batches=tuple(dict.fromkeys(one.batch for one in trained)),
         num_chains=walk.chains.num_right,
         findings=tuple(findings),
@@ -220,6 +223,12 @@ def _chunks(order: SampleOrder, one: TrainedRange) -> Iterator[tuple[int, Ids, I
         ids = np.concatenate([order.ids(place, count) for place, count in runs])
         epochs = np.concatenate([order.epochs(place, count) for place, count in runs])
         yield one.steps[0] + first, ids, epochs, min(place for place, _ in runs)
+
+
+def _course(trained: tuple[TrainedRange, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Where the world size changed."""
+    told = [(one.steps[0], tuple(sorted(one.worlds))) for one in trained]
+    return tuple(one for before, one in zip([None, *told], told, strict=False) if before is None or before[1] != one[1])
 
 
 def _lives(trained: tuple[TrainedRange, ...]) -> int:

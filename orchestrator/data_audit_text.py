@@ -13,6 +13,7 @@ __all__ = ["audit_facts", "audit_text"]
 
 _MAX_FINDINGS = 20
 _MAX_PARTIAL = 4
+_MAX_CHANGES = 8
 
 
 def audit_facts(report: AuditReport, rolled_back: int | None) -> dict[str, Any]:
@@ -74,7 +75,12 @@ def _attempts(report: AuditReport) -> str:
 
 
 def _worlds(report: AuditReport) -> str:
-    return ", ".join(f"{size} ({steps:,} steps)" for size, steps in report.worlds.items()) or "not recorded"
+    if not report.worlds:
+        return "not recorded"
+    shown = [f"{' or '.join(map(str, sizes))} from step {step}" for step, sizes in report.course[:_MAX_CHANGES]]
+    more = len(report.course) - len(shown)
+    totals = ", ".join(f"{steps:,} steps at {size}" for size, steps in report.worlds.items())
+    return f"{', '.join(shown)}{f' and {more} more changes' if more else ''}; in all {totals}"
 
 
 def _twice(rolled_back: int | None) -> str:

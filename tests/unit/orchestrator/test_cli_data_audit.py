@@ -93,7 +93,7 @@ def test_a_run_is_proven_over_its_attempts_and_world_sizes(tmp_path: Path) -> No
     assert "1 whole, each of 60 rows once, and 12 in epoch 1" in lines["epochs"]
     assert lines["missing"].split() == ["missing", "0"]
     assert lines["repeated"].split() == ["repeated", "0"]
-    assert "3 (5 steps), 4 (4 steps)" in lines["world sizes"]
+    assert "4 from step 1, 3 from step 5; in all 5 steps at 3, 4 steps at 4" in lines["world sizes"]
     assert "2 steps were trained and rolled back" in lines["done twice"]
     assert shown.stdout.splitlines()[-1].startswith("proven:")
 
