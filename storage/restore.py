@@ -22,7 +22,7 @@ from storage.manifest import Commit, Manifest
 from storage.object_store import ObjectStore
 from storage.sources import RestorePlan, ShardLocation
 
-__all__ = ["plan_restore", "read_manifest"]
+__all__ = ["plan_of", "plan_restore", "read_manifest"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,11 @@ def plan_restore(
         return _plan(log, attempt, commit, manifest, allow_partial)
     _refuse_a_silent_fresh_start(log)
     return None
+
+
+def plan_of(log: CommitLog, commit: Commit, *, attempt: Attempt) -> RestorePlan:
+    """The plan that reads exactly ``commit``. Nothing is quarantined: raises CorruptCheckpoint."""
+    return _plan(log, attempt, commit, log.read_manifest(commit), allow_partial=False)
 
 
 def read_manifest(plan: RestorePlan, store: ObjectStore | None, *, deadline_s: float = 120.0) -> Manifest:

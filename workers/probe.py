@@ -93,6 +93,7 @@ def environment_of(device: torch.device, *, compute_dtype: str, is_causal_lm: bo
         "machine": _machine() if device.type == "cpu" else torch.cuda.get_device_name(device),
         "threads": str(torch.get_num_threads()) if device.type == "cpu" else "",
         "wrapping": "" if compute_dtype == "float32" else wrapping,
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
 
 

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from storage.errors import ManifestMismatch
 from workers.contract import FieldPair
+from workers.loss_scaling import is_in_use
 from workers.names import optimizer_names
 from workers.plain_state import from_plain
 from workers.state import TrainingState
@@ -78,8 +79,7 @@ def _pairs(saved: Saved, state: TrainingState, position: int) -> Iterator[FieldP
     scheduler = _section(saved.shared_state, "scheduler")
     if "last_epoch" in scheduler:
         yield _pair("scheduler.last_epoch", scheduler["last_epoch"], getattr(state.scheduler, "last_epoch", None))
-    if saved.is_built_in and state.scaler is None:
-        # A scaler skips optimizer steps; without one the schedule has moved on with each of them.
+    if saved.is_built_in:  # it moves on once a step
         yield _pair("step of the schedule", saved.step, getattr(state.scheduler, "last_epoch", None))
     yield from _scaler(saved, state)
 
@@ -99,7 +99,7 @@ def _learning_rates(saved: Saved, state: TrainingState) -> Iterator[FieldPair]:
 
 def _scaler(saved: Saved, state: TrainingState) -> Iterator[FieldPair]:
     there = _section(saved.shared_state, "scaler")
-    if state.scaler is None or "scale" not in there:
+    if state.scaler is None or not is_in_use(state.scaler) or "scale" not in there:
         return
     here = state.scaler.state_dict()
     yield _pair("scaler.scale", _plain(there["scale"]), here.get("scale"))

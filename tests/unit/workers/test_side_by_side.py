@@ -7,6 +7,8 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
 from storage.errors import ManifestMismatch
@@ -113,6 +115,18 @@ def test_a_checkpoint_that_contradicts_itself_is_named_although_all_of_it_was_re
 def test_a_schedule_of_the_loops_own_may_count_as_it_likes(state: TrainingState) -> None:
     state.scheduler.last_epoch = 40
     assert found(saved_of(state, is_built_in=False), state) == ()
+
+
+def test_a_scaler_that_was_not_restored_is_named(state: TrainingState) -> None:
+    state.scaler = GradScaler("cpu", init_scale=1024.0)
+    state.scaler.scale(torch.ones(()))  # else it has no state yet
+    saved = saved_of(state)
+    assert found(saved, state) == ()
+    state.scaler.update(512.0)
+    assert found(saved, state) == ("scaler.scale (saved 1024.0, restored 512.0)",)
+    state.scaler.update(1024.0)
+    state.scaler.load_state_dict(state.scaler.state_dict() | {"_growth_tracker": 3})
+    assert found(saved, state) == ("scaler.growth_tracker (saved 0, restored 3)",)
 
 
 def test_the_table_marks_what_differs() -> None:

@@ -1,0 +1,193 @@
+"""The driver's side of background verification: when the next Checkpoint is due, what came of it, and what follows.
+
+A thread of its own, so no step, save or regroup waits for it, and the Run's end does not either. It looks at nothing
+before the first Commit of this driver. Reading and judging a Checkpoint is `verifier`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from orchestrator.signals import Committed, Quarantined, Signal
+from orchestrator.verifier import Verdict
+from orchestrator.verifier_policy import MAX_FAILURES, may_begin, verify_limit_s
+from storage.config import CheckpointConfig
+from storage.errors import StorageError
+from storage.keys import StepKey
+
+__all__ = ["VerifierLost", "VerifierPort", "VerifierWatch", "load_per_core"]
+
+_log = logging.getLogger(__name__)
+_LOOK_S: Final = 5.0
+_CLOSE_S: Final = 2.0
+_MAX_WAITING: Final = 256  # Commits remembered; the newest are verified first, and the rest found in the store again
+
+Emit = Callable[..., None]
+
+
+class VerifierLost(Exception):
+    """The verifier's process ended, or gave no answer in time."""
+
+
+class VerifierPort(Protocol):
+    """One verifier process. Every call raises VerifierLost, or the StorageError that it met."""
+
+    def unverified(self) -> tuple[StepKey, ...]: ...
+
+    def verify(self, key: StepKey, timeout_s: float) -> Verdict | None: ...
+
+    def kill(self) -> None:
+        """End the process now; a call that waits for it ends with VerifierLost."""
+        ...
+
+
+def load_per_core() -> float:
+    """Of this machine, over the last minute."""
+    return os.getloadavg()[0] / max(1, len(os.sched_getaffinity(0)))
+
+
+class VerifierWatch:
+    """One per driver. ``quarantine`` takes a Checkpoint out of use: its key, the failing object and the reason."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        spawn: Callable[[], VerifierPort],
+        emit: Emit,
+        quarantine: Callable[[StepKey, str, str], None],
+        load: Callable[[], float] = load_per_core,
+        monotonic: Callable[[], float] = time.monotonic,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._config, self._spawn, self._emit, self._quarantine = config, spawn, emit, quarantine
+        self._load, self._monotonic, self._look_s = load, monotonic, look_s
+        self._lock = threading.Lock()
+        self._waiting: dict[StepKey, tuple[float, int]] = {}  # since when, stored bytes
+        self._port: VerifierPort | None = None
+        self._num_lost = 0
+        self._is_known = False  # what earlier drivers left unverified
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="verifier", daemon=True)
+
+    def start(self) -> None:
+        if self._config.verify != "off":
+            self._thread.start()
+
+    def on_signal(self, signal: Signal) -> None:
+        match signal:
+            case Committed():
+                key = StepKey(step=signal.step, attempt=signal.attempt)
+                with self._lock:
+                    self._waiting[key] = self._monotonic(), signal.stored_bytes
+                    while len(self._waiting) > _MAX_WAITING:
+                        del self._waiting[min(self._waiting)]
+            case Quarantined():
+                with self._lock:
+                    for key in [key for key in self._waiting if key.step == signal.step]:
+                        del self._waiting[key]
+            case _:
+                pass
+
+    def close(self) -> None:
+        """End it now, whatever it is reading: the next driver finds what is not verified."""
+        self._closed.set()
+        with self._lock:
+            port, self._port = self._port, None
+        if port is not None:
+            port.kill()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=_CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._look_s):
+            try:
+                if not self.look():
+                    return
+            except Exception:  # noqa: BLE001 - the thread's outer edge: the Run goes on without
+                if not self._closed.is_set():
+                    _log.exception("Checkpoints are not verified any more")
+                return
+
+    def look(self) -> bool:
+        """One round: verify the newest that waits, if it is time. False: never again in this driver."""
+        with self._lock:
+            ages = [self._monotonic() - since_s for since_s, _ in self._waiting.values()]
+        if not may_begin(self._config, load_per_core=self._load(), ages_s=ages):
+            return True
+        try:
+            self._verify_newest()
+        except VerifierLost as error:
+            return self._note_lost(error)
+        except StorageError as error:
+            _log.info("verifying waits for the store: %s", error)
+        return True
+
+    def _verify_newest(self) -> None:
+        port = self._ready_port()
+        if not self._is_known:
+            for earlier in port.unverified():
+                with self._lock:
+                    self._waiting.setdefault(earlier, (self._monotonic(), 0))
+            self._is_known = True
+        with self._lock:
+            key = max(self._waiting)
+            since_s, stored_bytes = self._waiting[key]
+        verdict = port.verify(key, verify_limit_s(stored_bytes))
+        if verdict is not None:
+            self._tell(verdict, self._monotonic() - since_s)
+        with self._lock:
+            self._waiting.pop(key, None)
+        self._num_lost = 0
+
+    def _tell(self, verdict: Verdict, age_s: float) -> None:
+        key = verdict.key
+        with self._lock:
+            num_left = len(self._waiting.keys() - {key})
+        fields: dict[str, Any] = {
+            "by": verdict.by,
+            "loss": verdict.loss,
+            "expected": verdict.expected,
+            "note": verdict.note,
+            "bytes": verdict.bytes_read,
+            "seconds": round(verdict.seconds, 3),
+            "age_s": round(age_s, 3),
+            "unverified": num_left,
+        }
+        if verdict.problem is None:
+            self._emit("verified", attempt=key.attempt, step=key.step, **fields)
+            return
+        object_key, reason = verdict.problem
+        self._emit("verify_failed", attempt=key.attempt, step=key.step, key=object_key, reason=reason, **fields)
+        self._quarantine(key, object_key, f"verified in the background: {reason}")
+
+    def _ready_port(self) -> VerifierPort:
+        with self._lock:
+            port = self._port
+        if port is None:
+            port = self._spawn()
+            with self._lock:
+                self._port = port
+            if self._closed.is_set():  # it was closed while the process began
+                port.kill()
+                raise VerifierLost("the run has ended")
+        return port
+
+    def _note_lost(self, error: VerifierLost) -> bool:
+        with self._lock:
+            port, self._port = self._port, None
+        if port is not None:
+            port.kill()
+        if self._closed.is_set():
+            return False
+        self._num_lost += 1
+        if self._num_lost < MAX_FAILURES:
+            _log.info("the verifier is started anew: %s", error)
+            return True
+        self._emit("verify_stopped", reason=f"the verifier was lost {self._num_lost} times in a row; last: {error}")
+        return False

@@ -1,0 +1,195 @@
+"""When verification begins and what follows from it. Scripted: the verifier process, clock and load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from orchestrator.signals import Committed, Quarantined
+from orchestrator.verifier import Verdict
+from orchestrator.verifier_policy import may_begin, verify_limit_s
+from orchestrator.verifier_watch import VerifierLost, VerifierWatch, load_per_core
+from storage.config import CheckpointConfig
+from storage.errors import StoreUnavailable
+from storage.keys import Attempt, StepKey
+from tests.fakes.verifier_ports import ScriptedVerifier
+
+ATTEMPT = Attempt(number=2, nonce="0000aaaa")
+CONFIG = CheckpointConfig(verify_load_per_core=0.5, verify_after_s=100.0)
+
+
+def key_of(step: int) -> StepKey:
+    return StepKey(step=step, attempt=ATTEMPT)
+
+
+def committed(step: int) -> Committed:
+    return Committed(attempt=ATTEMPT, step=step, stored_bytes=10, stall_s=0.0, upload_s=0.0, loss=None)
+
+
+def good(key: StepKey) -> Verdict:
+    return Verdict(key=key, committed_utc="", by="load", loss=2.0, expected=2.0)
+
+
+def bad(key: StepKey) -> Verdict:
+    return Verdict(key=key, committed_utc="", by="digests", problem=("shards/x", "hash mismatch"))
+
+
+class Bench:
+    """A watch with everything round it scripted."""
+
+    def __init__(self, answers: Callable[[StepKey], Any] = good, *, earlier: tuple[StepKey, ...] = ()) -> None:
+        self.now_s, self.load = 0.0, 0.1
+        self.events: list[tuple[str, int | None, dict[str, Any]]] = []
+        self.quarantined: list[tuple[StepKey, str, str]] = []
+        self.ports: list[ScriptedVerifier] = []
+        self._answers, self._earlier = answers, earlier
+        self.is_spawned = threading.Event()
+        self.watch = VerifierWatch(
+            CONFIG,
+            spawn=self._spawn,
+            emit=self._emit,
+            quarantine=lambda *what: self.quarantined.append(what),
+            load=lambda: self.load,
+            monotonic=lambda: self.now_s,
+            look_s=0.01,
+        )
+
+    def _spawn(self) -> ScriptedVerifier:
+        self.ports.append(ScriptedVerifier(self._answers, earlier=self._earlier))
+        self.is_spawned.set()
+        return self.ports[-1]
+
+    def _emit(self, event: str, *, step: int | None = None, **fields: Any) -> None:
+        self.events.append((event, step, fields))
+
+
+@pytest.mark.parametrize(
+    ("load", "ages", "begins"),
+    [
+        (0.4, [1.0], True),
+        (0.5, [1.0], False),
+        (9.0, [1.0, 99.0], False),
+        (9.0, [1.0, 100.0], True),
+        (0.0, [], False),
+    ],
+)
+def test_it_begins_where_the_machine_is_idle_or_a_checkpoint_of_age(
+    load: float, ages: list[float], begins: bool
+) -> None:
+    assert may_begin(CONFIG, load_per_core=load, ages_s=ages) is begins
+
+
+def test_the_limit_grows_with_the_checkpoint() -> None:
+    assert verify_limit_s(0) == 300.0
+    assert verify_limit_s(2_000_000_000) == 2300.0
+
+
+def test_no_process_is_made_before_a_checkpoint_waits_and_it_is_time() -> None:
+    bench = Bench()
+    assert bench.watch.look()
+    bench.load = 2.0
+    bench.watch.on_signal(committed(10))
+    assert bench.watch.look()
+    assert bench.ports == []
+    bench.now_s = 100.0
+    assert bench.watch.look()
+    assert bench.ports[0].keys == [key_of(10)]
+
+
+def test_the_newest_is_verified_first_and_what_earlier_drivers_left_too() -> None:
+    bench = Bench(earlier=(key_of(5),))
+    for step in (10, 20):
+        bench.watch.on_signal(committed(step))
+    for _ in range(5):
+        assert bench.watch.look()
+    assert bench.ports[0].keys == [key_of(20), key_of(10), key_of(5)]
+    assert len(bench.ports) == 1
+    assert [(event, step, fields["unverified"]) for event, step, fields in bench.events] == [
+        ("verified", 20, 2),
+        ("verified", 10, 1),
+        ("verified", 5, 0),
+    ]
+    assert bench.events[0][2]["by"] == "load"
+
+
+def test_a_failed_one_is_said_and_quarantined_and_not_verified_again() -> None:
+    bench = Bench(bad)
+    bench.watch.on_signal(committed(10))
+    bench.watch.look()
+    bench.watch.look()
+    [(event, step, fields)] = bench.events
+    assert (event, step, fields["key"], fields["reason"]) == ("verify_failed", 10, "shards/x", "hash mismatch")
+    [(key, object_key, reason)] = bench.quarantined
+    assert (key, object_key) == (key_of(10), "shards/x")
+    assert "hash mismatch" in reason
+
+
+def test_one_that_was_quarantined_meanwhile_or_is_gone_is_left_alone() -> None:
+    bench = Bench(lambda _: None)
+    bench.watch.on_signal(committed(10))
+    bench.watch.on_signal(committed(20))
+    bench.watch.on_signal(Quarantined(attempt=ATTEMPT, step=20, key="x", reason="y"))
+    bench.watch.look()
+    bench.watch.look()
+    assert bench.ports[0].keys == [key_of(10)]
+    assert bench.events == []
+
+
+def test_a_store_that_is_away_is_waited_for() -> None:
+    answers = iter([StoreUnavailable("get", "x", "away"), good(key_of(10))])
+    bench = Bench(lambda _: next(answers))
+    bench.watch.on_signal(committed(10))
+    assert bench.watch.look()
+    assert bench.events == []
+    assert bench.watch.look()
+    assert [event for event, _, _ in bench.events] == ["verified"]
+    assert len(bench.ports) == 1
+
+
+def test_a_lost_process_is_replaced_a_few_times_in_a_row_and_then_it_is_said() -> None:
+    bench = Bench(lambda _: VerifierLost("killed for memory"))
+    bench.watch.on_signal(committed(10))
+    assert bench.watch.look()
+    assert bench.watch.look()
+    assert not bench.watch.look()
+    assert len(bench.ports) == 3
+    assert all(port.is_killed for port in bench.ports)
+    [(event, _, fields)] = bench.events
+    assert event == "verify_stopped"
+    assert "killed for memory" in fields["reason"]
+
+
+def test_closing_ends_a_verification_that_is_under_way() -> None:
+    bench = Bench(lambda _: ScriptedVerifier.BLOCK)
+    bench.watch.on_signal(committed(10))
+    bench.watch.start()
+    assert bench.is_spawned.wait(10)
+    assert bench.ports[0].is_asked.wait(10)
+    bench.watch.close()
+    assert bench.ports[0].is_killed
+    assert bench.events == []
+
+
+def test_off_means_no_thread() -> None:
+    bench = Bench()
+    watch = VerifierWatch(
+        CheckpointConfig(verify="off"),
+        spawn=bench._spawn,
+        emit=bench._emit,
+        quarantine=lambda *_: None,
+    )
+    watch.on_signal(committed(10))
+    watch.start()
+    watch.close()
+    assert bench.ports == []
+
+
+def test_the_load_of_this_machine_is_a_number() -> None:
+    assert load_per_core() >= 0.0
+
+
+def test_yaml_off_is_off() -> None:
+    assert CheckpointConfig.model_validate({"verify": False}).verify == "off"
