@@ -245,7 +245,13 @@ class Aftermath:
             return stop
         self._recorder.emit("decision", decision=kind, reason=decision.reason)
         for window in self._counters.skipped[len(known) :]:
-            self._recorder.emit("window_skipped", step=window.step, place=window.place, samples=window.samples)
+            self._recorder.emit(
+                "window_skipped",
+                step=window.step,
+                place=window.place,
+                samples=window.samples,
+                reason=window.reason,
+            )
         if is_outage(end.fault) and isinstance(decision, Regroup):
             return self._store.loading_failed(end.fault.detail) or decision
         if isinstance(decision, Stop) and not end.facts.lost_nodes and self._coordinator.pending():
