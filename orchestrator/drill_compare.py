@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.drill_history import History, Strike
-from orchestrator.drill_rules import OPTIONAL, WEIGHTS, Measure, Quantity, Rule, Rules
+from orchestrator.drill_rules import OPTIONAL, WEIGHTS, WHERE_BOTH_HAVE, Measure, Quantity, Rule, Rules
 from orchestrator.event_fields import Event
 
 __all__ = ["Comparison", "Difference", "compare"]
@@ -59,8 +59,9 @@ def compare(
 ) -> Comparison:
     """``planned``: verb and step of every fault that was to happen."""
     shared = sorted(unbroken.steps.keys() & interrupted.steps.keys())
-    changed = (step for step in shared if unbroken.world_size(step) != interrupted.world_size(step))
-    tally = _Tally(rules=rules, world_differs_at=next(changed, None))
+    changed = [step for step in shared if unbroken.world_size(step) != interrupted.world_size(step)]
+    unknown = unbroken.untold | interrupted.untold  # whose Worlds nobody told
+    tally = _Tally(rules=rules, world_differs_at=min([*changed, *unknown], default=None))
     for step in shared:
         for quantity in rules:
             tally.add(step, quantity, unbroken.steps[step], interrupted.steps[step])
@@ -95,7 +96,8 @@ class _Tally:
     num_compared: dict[Quantity, int] = field(default_factory=dict)
 
     def add(self, step: int, quantity: Quantity, one: Event, other: Event) -> None:
-        if quantity in OPTIONAL and quantity.field not in one and quantity.field not in other:
+        num_told = (quantity.field in one) + (quantity.field in other)
+        if (quantity in OPTIONAL and num_told == 0) or (quantity in WHERE_BOTH_HAVE and num_told < 2):
             return
         rule = self.rules[quantity]
         difference = _difference(step, quantity, rule, one, other)

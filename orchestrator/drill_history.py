@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.event_fields import Event, int_of, text_of
+from orchestrator.event_fields import Event, float_of, int_of, text_of
 from orchestrator.summary import AttemptSummary, begins_history, summarize
 
-__all__ = ["History", "Strike", "read_history"]
+__all__ = ["EVAL_LOSS", "History", "Strike", "read_history"]
+
+EVAL_LOSS = "eval_loss"
 
 _DRIVER_RESTART = "driver-restart"
 _AFTERMATHS = frozenset({"drain-deadline", "slow-node-over", "disk-full-over", "store-outage-over"})
@@ -33,12 +35,13 @@ class Strike:
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """``steps``: the last event of each step that counts, ``places`` where among the events it stands. ``untold``:
-    steps whose events died with a driver although a Checkpoint holds them. ``num_finished``: steps finished in all,
-    those that were rolled back included."""
+    """``steps``: the last event of each step that counts, with the loss of its evaluation where one was made, and
+    ``places`` where among the events it stands. ``untold``: steps whose events died with a driver although a Checkpoint
+    holds them. ``num_finished``: steps finished in all, those that were rolled back included."""
 
     steps: dict[int, Event] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
+    evals: dict[int, float] = field(default_factory=dict)
     untold: set[int] = field(default_factory=set)
     strikes: list[Strike] = field(default_factory=list)
     attempts: Sequence[AttemptSummary] = ()
@@ -92,12 +95,16 @@ def read_history(events: Iterable[Event]) -> History:
                 history.num_finished += 1
                 history.untold.discard(step)
                 told = max(told, step)
+            case "eval" if int_of(event, "attempt") >= newest_attempt:
+                history.evals[step] = float_of(event, "loss")
             case "chaos" if event.get("verb") not in _AFTERMATHS:
                 history.strikes.append(_strike(event, index))
             case "run_finished":
                 digest = event.get("weights_digest")
                 history.weights_digest = digest if isinstance(digest, str) else None
                 history.status, history.exit_reason = text_of(event, "status"), text_of(event, "exit_reason")
+    for step in history.evals.keys() & history.steps.keys():
+        history.steps[step] = {**history.steps[step], EVAL_LOSS: history.evals[step]}
     history.attempts = summarize(listed[begin:])["attempts"]
     return history
 
@@ -105,6 +112,7 @@ def read_history(events: Iterable[Event]) -> History:
 def _forget_after(history: History, restored_step: int) -> None:
     gone = [step for step in history.steps if step > restored_step]
     history.num_rolled_back += len(gone)
+    history.evals = {step: loss for step, loss in history.evals.items() if step <= restored_step}
     history.untold = {step for step in history.untold if step <= restored_step}
     for step in gone:
         del history.steps[step], history.places[step]

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from orchestrator.drill_history import EVAL_LOSS
+
 __all__ = [
+    "EVALUATION",
     "EXACT",
     "GRAD_NORM_TOLERANCE",
     "LOSS",
+    "LOSS_SCALE",
     "LOSS_TOLERANCE",
     "LR_TOLERANCE",
     "OPTIONAL",
@@ -16,6 +20,7 @@ __all__ = [
     "QUANTITIES",
     "ROUNDED",
     "WEIGHTS",
+    "WHERE_BOTH_HAVE",
     "Measure",
     "Quantity",
     "Rule",
@@ -66,14 +71,20 @@ LR = Quantity(name="learning rate", field="lr")
 LOSS = Quantity(name="loss", field="loss")
 GRAD_NORM = Quantity(name="gradient norm", field="grad_norm")
 LOSS_SCALE = Quantity(name="loss scale", field="loss_scale")
+EVALUATION = Quantity(name="evaluation", field=EVAL_LOSS)
 OPTIMIZER = Quantity(name="optimizer", field="optimizer_digest")
 WEIGHTS = Quantity(name="weights", field="weights_digest")
 SCHEDULE = Quantity(name="schedule and loss scale", field="schedule_digest")
 REST = Quantity(name="buffers and trackers", field="rest_digest")
 RNG = Quantity(name="random state of rank 0", field="rng_digest")
 OWN = Quantity(name="own trackers of rank 0", field="own_digest")
-QUANTITIES = (POSITION, CHAIN, TOKENS, LR, LOSS, GRAD_NORM, LOSS_SCALE, OPTIMIZER, WEIGHTS, SCHEDULE, REST, RNG, OWN)
+QUANTITIES = (
+    *(POSITION, CHAIN, TOKENS),
+    *(LR, LOSS, GRAD_NORM, LOSS_SCALE, EVALUATION),
+    *(OPTIMIZER, WEIGHTS, SCHEDULE, REST, RNG, OWN),
+)
 OPTIONAL = frozenset({LOSS_SCALE, OWN})  # told by runs alone that have such
+WHERE_BOTH_HAVE = frozenset({EVALUATION})  # one that an Order cut short is left out, and made at no other step
 
 Rules = dict[Quantity, Rule]
 _BITS = Rule(measure=Measure.BITS)
@@ -88,6 +99,7 @@ ROUNDED: Rules = {
     LR: Rule(measure=Measure.ABSOLUTE, tolerance=LR_TOLERANCE),
     LOSS: Rule(measure=Measure.RELATIVE, tolerance=LOSS_TOLERANCE),
     GRAD_NORM: Rule(measure=Measure.RELATIVE, tolerance=GRAD_NORM_TOLERANCE),
+    EVALUATION: Rule(measure=Measure.RELATIVE, tolerance=LOSS_TOLERANCE),
     OPTIMIZER: _WHILE_SAME,
     WEIGHTS: _WHILE_SAME,
     REST: _WHILE_SAME,

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.drill_compare import Comparison, compare
 from orchestrator.drill_history import History, read_history
-from orchestrator.drill_rules import EXACT, ROUNDED, Rules
+from orchestrator.drill_rules import EVALUATION, EXACT, LOSS_SCALE, OWN, ROUNDED, Rules
 from tests.fakes.drill_events import Change, DrillEvents
 
 STEPS = 20
@@ -43,6 +43,7 @@ def test_an_interrupted_run_with_the_same_values_is_the_same() -> None:
     found = judged(interrupted())
     assert (found.is_same, found.first, found.problems) == (True, (), ())
     assert set(found.num_compared.values()) == {STEPS}
+    assert EXACT.keys() - found.num_compared.keys() == {EVALUATION, LOSS_SCALE, OWN}
     assert found.world_differs_at == 7
 
 
@@ -124,6 +125,30 @@ def test_digests_are_held_to_the_bit_only_while_the_worlds_have_one_size(name: s
     assert judged(interrupted(late, size=3, digest="another"), ROUNDED).is_same
     assert not judged(interrupted(late, size=4), ROUNDED).is_same, "a worker was replaced: nothing is rounded otherwise"
     assert not judged(interrupted(early, size=3), ROUNDED).is_same
+
+
+def evaluated(loss: float | None, at: int = 10) -> History:
+    run = (
+        DrillEvents().begin(4).train(8).strike("kill-worker", 8).begin(3, restored=6, cause="worker-lost").train(at - 1)
+    )
+    if loss is not None:
+        run.emit("eval", step=at, attempt=2, loss=loss)
+    return read_history(run.train(STEPS).end())
+
+
+def test_evaluations_are_compared_where_both_runs_made_one() -> None:
+    def judge(one: float | None, other: float | None, rules: Rules) -> list[str]:
+        lone = DrillEvents().begin(4).train(9)
+        if one is not None:
+            lone.emit("eval", step=10, attempt=1, loss=one)
+        reference = read_history(lone.train(STEPS).end())
+        found = compare(reference, evaluated(other), rules=rules, num_steps=STEPS, planned=PLANNED)
+        return [first.quantity.field for first in found.first]
+
+    assert judge(2.0, 2.0, EXACT) == judge(2.0, None, EXACT) == judge(None, 2.0, EXACT) == []
+    assert judge(2.0, 2.0 + 1e-12, EXACT) == ["eval_loss"]
+    assert judge(2.0, 2.0 + 1e-5, ROUNDED) == []
+    assert judge(2.0, 2.0 + 1e-3, ROUNDED) == ["eval_loss"]
 
 
 @pytest.mark.parametrize("rules", [EXACT, ROUNDED])
