@@ -81,7 +81,8 @@ class TrainStep:
         if invariance is not None:
             invariance.begin_leaf(round_index, self._num_leaves)
         if self._leaf_rng is not None:
-            self._leaf_rng.begin(self.number, leaf.index)
+            # A surplus leaf computes what leaf 0 does, and so nothing that could not be counted as zero.
+            self._leaf_rng.begin(self.number, 0 if leaf.is_surplus else leaf.index)
 
     def _end_leaves(self) -> None:
         if self._leaf_rng is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -14,6 +15,7 @@ from workers.stream import Leaf
 
 __all__ = [
     "train_batch_normed",
+    "train_cancelling",
     "train_fused",
     "train_odd",
     "train_twice_called",
@@ -85,6 +87,38 @@ def train_with_a_running_buffer(session: Session) -> None:
 def train_fused(session: Session) -> None:
     session.build(make_model=OddModel, make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True))
     _train(session)
+
+
+class Line(nn.Module):
+    """Its gradient is what it is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5))
+        self.offset = nn.Parameter(torch.empty(()))
+
+    def reset_parameters(self) -> None:
+        for parameter in (self.weight, self.offset):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return (self.weight * factor).sum() + self.offset * factor.squeeze()
+
+
+def train_cancelling(session: Session) -> None:
+    """Four leaves whose gradients all but cancel: in fp64 it depends on the order what is left of them. A surplus
+    leaf's is not a number."""
+    by_leaf = (2.0**60, 1.0, -(2.0**60), 1.0)
+    state = session.build(
+        make_model=Line, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0, foreach=True)
+    )
+    for step in session.steps():
+        for leaf in step.leaves():
+            factor = math.nan if leaf.is_surplus else len(by_leaf) * by_leaf[leaf.index]
+            step.backward(leaf, state.model(torch.tensor([factor])))
+        step.apply()
+        session.step_end(step)
 
 
 class NormedBlock(Block):

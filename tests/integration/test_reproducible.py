@@ -43,6 +43,15 @@ class Line:
     digest: str
 
 
+@pytest.fixture
+def six() -> Iterator[Trio]:
+    six = Trio(6)
+    try:
+        yield six
+    finally:
+        six.close()
+
+
 @pytest.fixture(scope="module")
 def four() -> Iterator[Trio]:
     four = Trio(max(SIZES))
@@ -124,10 +133,36 @@ def test_bfloat16_with_float32_masters_gives_one_digest(
     assert_one_line(four, tmp_path, (1, 3))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_worlds_of_five_and_six_give_the_same_digest_too(
+    six: Trio, data_url: str, tmp_path: Path, mode: Reproducible
+) -> None:
+    """Six ranks have five leaves to share, and a width of twelve is no multiple of five."""
+    six.make(settings_of(data_url, mode, OWN), tmp_path, loops.train_odd)
+    assert_one_line(six, tmp_path, (1, 5, 6))
+
+
 def test_replicas_give_one_digest_too(four: Trio, data_url: str, tmp_path: Path) -> None:
     model = OWN.model_copy(update={"parallelism": "ddp"})
     four.make(settings_of(data_url, True, model), tmp_path, loops.train_odd)
     assert_one_line(four, tmp_path, (1, 2, 3))
+
+
+def test_only_the_fold_in_leaf_order_is_the_same_where_rounding_in_fp64_shows(
+    four: Trio, data_url: str, tmp_path: Path
+) -> None:
+    """The limit of fp64 sums, and that the exact mode has none. What a surplus leaf computes does not matter to it."""
+    digests: dict[Reproducible, list[str | None]] = {}
+    for mode in MODES:
+        sizes = SIZES if mode == "exact" else SIZES[:2]
+        plain = make_settings(data_url, total_steps=1)  # four leaves
+        settings = replace(plain, reproducible=mode, model=ModelConfig(), optim=OptimConfig(clip_norm=1e30))
+        four.make(settings, tmp_path, loops.train_cancelling)
+        digests[mode] = [four.run(size)[0].outcome.weights_digest for size in sizes]
+    assert len(set(digests[True])) == 2
+    assert len(set(digests["exact"])) == 1
+    assert digests["exact"][0] is not None
 
 
 def test_without_the_mode_these_worlds_differ(four: Trio, data_url: str, tmp_path: Path) -> None:

@@ -79,6 +79,15 @@ def test_the_same_error_at_the_same_step_twice_breaks_the_loop_whatever_the_budg
     assert "twice" in decision.reason
 
 
+def test_what_cannot_be_had_as_configured_is_a_config_error_at_once() -> None:
+    config = FailureConfig(max_user_errors=-1)
+    refused = classify(AttemptFacts(outcomes=(failed(1, CauseKind.CONFIGURATION, "NotReproducible", "fused"),)))
+    decision, _ = decide_after_fault(refused, Counters(), config, steps_finished=0, steps_kept=0)
+    assert isinstance(decision, Stop)
+    assert decision.exit_code is ExitCode.CONFIG_ERROR
+    assert "fused" in decision.reason
+
+
 def test_a_mismatching_checkpoint_is_a_config_error_and_a_corrupt_one_costs_no_budget() -> None:
     config = FailureConfig(max_infrastructure=0)
     mismatch = classify(AttemptFacts(outcomes=(failed(0, CauseKind.CHECKPOINT_MISMATCH, step=0),)))

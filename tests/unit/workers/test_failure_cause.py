@@ -16,7 +16,7 @@ from storage.errors import CorruptCheckpoint, ManifestMismatch, MemoryUnreadable
 from storage.keys import Attempt, StepKey
 from workers.contract import CauseKind
 from workers.data_errors import DataError
-from workers.errors import AttemptAbandoned, FormingFailed, LoopMisused, RanksDisagree
+from workers.errors import AttemptAbandoned, FormingFailed, LoopMisused, NotReproducible, RanksDisagree
 from workers.failure_cause import cause_of, classify
 
 LOADED = StepKey(step=40, attempt=Attempt(number=2, nonce="0123abcd"))
@@ -43,6 +43,7 @@ LOADED = StepKey(step=40, attempt=Attempt(number=2, nonce="0123abcd"))
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "USER"),
         (CheckpointException("load", {}), "USER"),
         (LoopMisused("twice"), "USER"),
+        (NotReproducible("fused"), "CONFIGURATION"),
         (SystemExit(3), "USER"),
         (KeyboardInterrupt(), "USER"),
         (MemoryError(), "OUT_OF_MEMORY"),
