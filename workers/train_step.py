@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from workers.errors import LoopMisused
 from workers.evaluation import move_leaf
@@ -116,12 +117,21 @@ class TrainStep:
             self.gradient_sum = sum_elements(gradients.counted_by(self._rank), gradients.device)
         self.grad_norm = self.scaling.judge(scale_gradients(gradients, self._clip_norm), state.optimizer)
         del gradients
+        self._require_gradients(state.optimizer)
         self.lr = float(state.optimizer.param_groups[0]["lr"])
         if not self.scaling.is_skipped:
             step_locally(state.optimizer)
         advance_schedule(state.scheduler, is_update_skipped=self.scaling.is_skipped)
         state.optimizer.zero_grad(set_to_none=True)
         return self.grad_norm
+
+    def _require_gradients(self, optimizer: Optimizer) -> None:
+        """Nothing would train, and nothing would show it: FSDP2 does not find the tensors of just any output."""
+        if not any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            raise LoopMisused(
+                f"step {self.number}: no parameter of the optimizer has a gradient. Call step.backward for every leaf; "
+                "the model must return tensors, alone or in a tuple, list, dict or registered dataclass"
+            )
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started_at
