@@ -29,7 +29,7 @@ def audit_facts(report: AuditReport, rolled_back: int | None) -> dict[str, Any]:
 def audit_text(report: AuditReport, rolled_back: int | None) -> str:
     """Several lines; the last one is the verdict."""
     rows = [
-        ("steps", f"{report.first_step} to {report.last_step}"),
+        ("steps", f"{report.first_step} to {report.last_step}" if report.samples else "none yet"),
         ("samples", f"{report.samples:,} in batches of {', '.join(map(str, report.batches)) or '-'}"),
         *(("epochs", line) for part in report.parts for line in _epochs(part, is_only=len(report.parts) == 1)),
         ("missing", f"{report.missing:,}"),
