@@ -50,7 +50,7 @@ def draw(path: Path, unbroken: History, interrupted: History, comparison: Compar
             color="0.4",
         )
     upper.set_ylabel("loss")
-    upper.legend(loc="upper center")
+    upper.legend(loc="lower left")
     lower.set_xlabel("step")
     try:
         figure.savefig(path)

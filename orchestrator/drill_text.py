@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from orchestrator.drill_compare import Comparison, Difference
 from orchestrator.drill_history import History
-from orchestrator.drill_rules import LOSS, Quantity
+from orchestrator.drill_rules import LOSS, WEIGHTS, Measure, Quantity
 from orchestrator.summary import AttemptSummary
 
 __all__ = ["DrillResult", "result_json", "result_text"]
@@ -59,7 +59,7 @@ def result_text(result: DrillResult) -> str:
         *_quantities(comparison),
         "",
     ]
-    if comparison.world_differs_at is not None and any(rule.only_same_world for rule in comparison.rules.values()):
+    if comparison.world_differs_at is not None and comparison.rules[WEIGHTS].only_same_world:
         lines.append(
             f"From step {comparison.world_differs_at} on the runs have different numbers of workers: sums are rounded "
             "in another order, so bits are not compared any more (reproducible: true promises them)."
@@ -147,7 +147,9 @@ def _first_difference(result: DrillResult) -> list[str]:
     step = comparison.first[0].step
     lines = [f"FIRST DIFFERENCE at step {step}"]
     for difference in comparison.first:
-        size = "" if difference.size is None else f", {difference.size:.3g} apart"
+        measure = comparison.rules[difference.quantity].measure
+        way = "absolute" if measure is Measure.ABSOLUTE else "relative"
+        size = "" if difference.size is None else f", a difference of {difference.size:.2e} {way}"
         values = f"{_value(difference.unbroken)} uninterrupted, {_value(difference.interrupted)} interrupted"
         lines.append(f"  {difference.quantity.name}: {values}{size}")
     strike = comparison.last_strike

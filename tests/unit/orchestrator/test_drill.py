@@ -93,7 +93,7 @@ def test_a_difference_has_a_code_of_its_own_and_everything_is_kept(
     assert (code, DrillCode.NOT_THE_SAME.value) == (25, 25)
     out = capsys.readouterr().out
     assert "FIRST DIFFERENCE at step 12" in out
-    assert "loss: 1.2635971381157267 uninterrupted, 3.0 interrupted, 1.37 apart" in out
+    assert "loss: 1.2635971381157267 uninterrupted, 3.0 interrupted, a difference of 1.37e+00 relative" in out
     assert "the last fault before it: kill-worker at step 8" in out
     assert "attempt 2 (worker-lost), which went on from step 6 (own-memory)" in out
     assert "NOT THE SAME: from step 12 on." in out
