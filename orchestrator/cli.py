@@ -67,7 +67,8 @@ _RUN_EPILOG = """[bold]Examples[/bold]
 [bold]Chaos[/bold]
 
   kill-node@S, add-node@S, drain-node@S:20s, cut-node@S, slow-node@S, disk-full@S, kill-worker@S, stop-worker@S,
-  oom-worker@S, raise-in-worker@S, kill-keeper@S, kill-coordinator@S, kill-driver@S, restart-head@S, store-outage@S:60s
+  oom-worker@S, raise-in-worker@S, kill-keeper@S, kill-coordinator@S, kill-driver@S, restart-head@S,
+  store-outage@S:60s, scale:3@S
 
   kill-node:2@S hits node 2; kill-node@during-save, @during-load, @during-regroup: when that begins; see docs/chaos.md
 """
