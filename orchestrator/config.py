@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -120,23 +121,47 @@ class RunConfig(_Settings):
     failure: FailureConfig = FailureConfig()
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _never_rounds_in_haste(cls, data: Any) -> Any:
+        """What is reproducible leaves in the usual form, however short the time."""
+        if not isinstance(data, dict) or not data.get("reproducible"):
+            return data
+        policy = data.get("policy") or {}
+        deadline = policy.get("deadline") or {} if isinstance(policy, dict) else None
+        if not isinstance(deadline, dict):
+            return data
+        return {**data, "policy": {**policy, "deadline": {"cheaper_form": "none", **deadline}}}
+
     @model_validator(mode="after")
     def _can_be_reproducible(self) -> Self:
-        if not self.reproducible:
-            return self
-        if self.model.compile:
-            raise ValueError(
-                "reproducible with model.compile: which kernels compiling comes to is not known to be the same on every"
-                " rank; set model.compile: false"
-            )
-        if self.world.threads_per_worker is None and not self.world.resources_per_worker.get("GPU"):
-            raise ValueError(
-                "reproducible with world.threads_per_worker: null: the bits of a sum on the CPU depend on the number of"
-                " threads; set it to a number"
-            )
-        if self.reproducible == "exact" and self.model.parallelism != "fsdp":
-            raise ValueError(
-                f"reproducible: exact with model.parallelism: {self.model.parallelism}: gradients are folded leaf by"
-                " leaf by FSDP2 only; set model.parallelism: fsdp or reproducible: true"
-            )
+        problem = next(_not_reproducible(self), None) if self.reproducible else None
+        if problem is not None:
+            raise ValueError(f"reproducible: {str(self.reproducible).lower()} with {problem}")
         return self
+
+
+def _not_reproducible(config: RunConfig) -> Iterator[str]:
+    """What the same bits cannot be had with, and what to set instead."""
+    checkpoint, model = config.checkpoint, config.model
+    if model.compile:
+        yield "model.compile: which kernels it comes to is not known to be the same on every rank; set it to false"
+    if config.world.threads_per_worker is None and not config.world.resources_per_worker.get("GPU"):
+        yield "world.threads_per_worker: null: a sum's bits depend on the number of threads; set it to a number"
+    if config.reproducible == "exact" and model.parallelism != "fsdp":
+        yield (
+            f"model.parallelism: {model.parallelism}: gradients are folded leaf by leaf under FSDP2 only; set"
+            " model.parallelism: fsdp, or reproducible: true"
+        )
+    if checkpoint.fidelity != "lossless":
+        yield f"checkpoint.fidelity: {checkpoint.fidelity}: rounded moments do not go on alike; set lossless"
+    if config.policy.deadline.cheaper_form != "none":
+        yield "policy.deadline.cheaper_form: bounded: a leave in haste would round the moments; set none"
+    for rule in checkpoint.levels:
+        if rule.fidelity == "bounded" or rule.is_omission or rule.stays_in_memory:
+            yield f"the rule {rule.pattern!r} of checkpoint.levels: a resume would lack what it changes; leave it out"
+    if config.failure.loss_spike is not None:
+        yield (
+            "failure.loss_spike: what is a spike is told by the losses since the last start, so a run that was"
+            " interrupted may leave out other steps; set null"
+        )

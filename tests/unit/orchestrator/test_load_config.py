@@ -174,15 +174,30 @@ def test_a_config_error_survives_pickling() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("model.compile=true",), "reproducible with model.compile"),
-        (("world.threads_per_worker=null",), "threads_per_worker: null"),
+        (("model.compile=true",), "true with model.compile:"),
+        (("world.threads_per_worker=null",), "true with world.threads_per_worker: null"),
         (("model.parallelism=ddp", "reproducible=exact"), "exact with model.parallelism: ddp"),
+        (("checkpoint.fidelity=bounded",), "true with checkpoint.fidelity: bounded"),
+        (("policy.deadline.cheaper_form=bounded",), "true with policy.deadline.cheaper_form: bounded"),
+        (
+            ("checkpoint.levels=[{pattern: optim.*.exp_avg, fidelity: bounded}]",),
+            "'optim.*.exp_avg' of checkpoint.levels",
+        ),
+        (("failure.loss_spike=3",), "true with failure.loss_spike"),
     ],
 )
 def test_what_cannot_be_reproducible_is_refused_with_what_to_do(overrides: tuple[str, ...], message: str) -> None:
     (problem,) = problems_of("reproducible=true", *overrides)
     assert message in problem
-    assert "; set " in problem
+    assert "; set " in problem or "; leave it out" in problem
+    load_config(LOCAL, [override for override in overrides if not override.startswith("reproducible")])
+
+
+def test_what_is_reproducible_never_rounds_its_moments_in_haste() -> None:
+    assert load_config(LOCAL).policy.deadline.cheaper_form == "bounded"
+    config = load_config(LOCAL, ("reproducible=true", "policy.deadline.margin_s=3"))
+    assert (config.policy.deadline.cheaper_form, config.policy.deadline.margin_s) == ("none", 3)
+    assert load_config(LOCAL, ("reproducible=true",)).policy.deadline.cheaper_form == "none"
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("exact", "exact"), ("false", False)])
