@@ -6,13 +6,16 @@ run configuration's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.exit_codes import ExitCode
+from orchestrator.load_config import load_config
 from orchestrator.options import DriverOptions
 
 if TYPE_CHECKING:
@@ -38,10 +41,11 @@ class FitResult:
 class ElasticTrainer:
     """Runs ``train_loop(session)`` on every worker of an elastic World.
 
-    ``config`` holds all settings. What is set in ``scaling_config`` (ray.train.ScalingConfig) and ``run_config``
-    (ray.train.RunConfig) replaces the settings it overlaps with: num_workers, use_gpu, resources_per_worker; name,
-    storage_path, failure_config.max_failures and .max_preemption_failures, checkpoint_config.num_to_keep. Anything else
-    set there has no meaning here and is refused by name.
+    ``config`` holds all settings, or is the path of a file that does. What is set in ``scaling_config``
+    (ray.train.ScalingConfig) and ``run_config`` (ray.train.RunConfig) replaces the settings it overlaps with:
+    num_workers, use_gpu, resources_per_worker; name, storage_path, failure_config.max_failures and
+    .max_preemption_failures, checkpoint_config.num_to_keep. Anything else set there has no meaning here and is refused
+    by name.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class ElasticTrainer:
         train_loop: Callable[[Any], None] | None = None,
         train_loop_config: Mapping[str, Any] | None = None,
         *,
-        config: RunConfig,
+        config: RunConfig | str | os.PathLike[str],
         scaling_config: ray.train.ScalingConfig | None = None,
         run_config: ray.train.RunConfig | None = None,
         options: DriverOptions | None = None,
@@ -57,7 +61,8 @@ class ElasticTrainer:
         self._train_loop = train_loop
         self._loop_config = dict(train_loop_config or {})
         self._options = options or DriverOptions()
-        self.config = _with_ray_configs(config, scaling_config, run_config)
+        settings = config if isinstance(config, RunConfig) else load_config(Path(config))
+        self.config = _with_ray_configs(settings, scaling_config, run_config)
 
     def fit(self) -> FitResult:
         """Drive the Run to its end. Raises ConfigError when it could not begin."""

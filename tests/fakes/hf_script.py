@@ -23,6 +23,7 @@ from workers.weights_digest import weights_digest
 
 _LOGGED = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch")
 _LONGEST_WAIT_S = 60.0
+DROPOUT = "TEST_DROPOUT"
 VOCABULARY, LENGTH, NUM_ROWS = 97, 16, 44
 
 
@@ -41,10 +42,20 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 def make_model() -> GPT2LMHeadModel:
-    """With dropout, as GPT-2 has it."""
+    """With dropout, as GPT-2 has it, unless the environment says otherwise."""
     torch.manual_seed(0)
+    rate = float(os.environ.get(DROPOUT, "0.1"))
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=rate,
+        embd_pdrop=rate,
+        attn_pdrop=rate,
     )
     config.loss_type = "ForCausalLM"
     return GPT2LMHeadModel(config)

@@ -21,6 +21,7 @@ import pytest
 from storage.commit_log import CommitLog
 from storage.local_store import LocalStore
 from storage.verify import verify_commit
+from tests.fakes.hf_script import DROPOUT
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "fakes" / "hf_script.py"
@@ -67,6 +68,13 @@ def assert_same_run(folder: Path, unbroken: str, broken: str) -> None:
         assert not verify_commit(store, CommitLog(store, None), commit).problems
 
 
+def two_processes() -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+
+
 @pytest.mark.timeout(300)
 def test_a_trainer_that_is_killed_and_told_to_stop_trains_as_one_that_never_was(tmp_path: Path) -> None:
     assert run(tmp_path, "unbroken") == 0, (tmp_path / "unbroken.out").read_text()
@@ -83,12 +91,24 @@ def test_a_trainer_that_is_killed_and_told_to_stop_trains_as_one_that_never_was(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_under_torchrun_are_killed_in_every_epoch_and_train_as_if_they_were_not(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    torchrun = two_processes()
     assert run(tmp_path, "unbroken", launcher=torchrun) == 0, (tmp_path / "unbroken.out").read_text()
     for end in ("kill:4", "kill:10", "kill:15"):
         assert run(tmp_path, "broken", end, torchrun) != 0
     assert run(tmp_path, "broken", launcher=torchrun) == 0, (tmp_path / "broken.out").read_text()
     assert_same_run(tmp_path, "unbroken", "broken")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_another_number_of_processes_sees_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DROPOUT, "0")
+    assert run(tmp_path, "unbroken") == 0, (tmp_path / "unbroken.out").read_text()
+    assert run(tmp_path, "broken", "kill:4", two_processes()) != 0
+    assert run(tmp_path, "broken", "kill:10") == -signal.SIGKILL, (tmp_path / "broken.out").read_text()
+    assert run(tmp_path, "broken", launcher=two_processes()) == 0, (tmp_path / "broken.out").read_text()
+    expected, found = by_step(lines(tmp_path, "unbroken")), by_step(lines(tmp_path, "broken"))
+    assert found.keys() == expected.keys()
+    for key, line in expected.items():
+        for name in line.keys() & {"loss", "eval_loss", "grad_norm", "learning_rate"}:
+            assert float.fromhex(found[key][name]) == pytest.approx(float.fromhex(line[name]), rel=1e-4), (key, name)
