@@ -56,12 +56,17 @@ def gone(pid: int) -> bool:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 0), (0, 2)])
+@pytest.mark.parametrize(
+    ("workers_before", "world_before", "workers_after", "world_after"),
+    [(2, 2, 2, 2), (2, 2, 0, 3), (0, 3, 1, 2), (0, 2, 0, 1)],
+)
 def test_what_was_prefetched_but_not_consumed_comes_again_and_nothing_twice(  # case B46
-    tmp_path: Path, before: int, after: int
+    tmp_path: Path, workers_before: int, world_before: int, workers_after: int, world_after: int
 ) -> None:
+    """Loader processes before and after, before only, after only, and the thread that reads ahead without them."""
     write_numbered_rows(str(tmp_path), 40)
-    seen = consume(tmp_path, 2, range(1, 6), before) + consume(tmp_path, 2, range(6, 11), after)
+    seen = consume(tmp_path, world_before, range(1, 6), workers_before)
+    seen += consume(tmp_path, world_after, range(6, 11), workers_after)
     assert seen == sample_ids(0, 40, 0, 40).tolist()
     assert sorted(seen) == list(range(40))
 

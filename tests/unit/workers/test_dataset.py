@@ -109,6 +109,20 @@ def test_the_reader_fails_at_a_bad_id_with_file_row_group_and_value(  # case B51
     assert (caught.value.file, caught.value.row_group) == ("train-00001.parquet", 1)
 
 
+@pytest.mark.parametrize("data_format", ["parquet", "arrow"])
+def test_id_512_of_a_vocabulary_of_512_is_named_in_both_formats(  # case B51
+    tmp_path: Path, data_format: DataFormat
+) -> None:
+    """The card is a lie: it was written for a vocabulary one larger."""
+    write_numbered_rows(str(tmp_path), 8, first_token=505, data_format=data_format)
+    card = json.loads((tmp_path / CARD_KEY).read_text())
+    (tmp_path / CARD_KEY).write_text(json.dumps(card | {"vocab_size": 512}))
+    dataset = TokenDataset.open(str(tmp_path), "train")
+    assert dataset.rows([0])[0, 0] == 505
+    with pytest.raises(DataError, match=rf"train-00000\.{data_format}, row group 1, row 7: token id 512 at place 0"):
+        dataset.rows([7])
+
+
 def test_any_bit_flipped_in_the_tokens_is_noticed_by_the_page_checksum(tmp_path: Path) -> None:
     """Without the checksum some of these decode to other tokens within the vocabulary."""
     writer = DatasetWriter(open_store(str(tmp_path)), sequence_length=63, vocab_size=1 << 16)
