@@ -26,7 +26,7 @@ from tests.fakes.small_training import build_state, commit, newest_plan, save, t
 from workers.mesh import join_group, leave_group, world_mesh
 from workers.names import named_parameters
 from workers.resume import restore
-from workers.snapshot import capture
+from workers.snapshot import RANK_TRACKER, capture
 from workers.state import TrainingState
 
 NUM_PROCESSES = 5
@@ -60,6 +60,7 @@ def _phase(name: str, mesh: DeviceMesh, rank: int, size: int, folder: Path) -> d
     if name == "save":
         return _save(mesh, rank, size, folder, store)
     state = build_state(mesh, seed=77, init_weights=False)
+    own, drifting = _add_trackers(state, rank, is_fresh=True)
     dict(named_parameters(state.model))["frozen_later"].requires_grad_(False)
     report = restore(state, newest_plan(store), store, rank=rank, world_size=size)
     return {
@@ -68,6 +69,8 @@ def _phase(name: str, mesh: DeviceMesh, rank: int, size: int, folder: Path) -> d
         "lr": [group["lr"] for group in state.optimizer.param_groups],
         "draws": draws(),
         "reseeded": report.reseeded,
+        "own": own.told(),
+        "drifting": drifting.position,
         "lines": report.lines,
         "loss": train_step(state, weight=1 / size),
     }
@@ -78,6 +81,7 @@ def _save(mesh: DeviceMesh, rank: int, size: int, folder: Path, store: LocalStor
     np.random.seed(1000 + rank)
     random.seed(1000 + rank)
     state = build_state(mesh, seed=3)
+    own, _ = _add_trackers(state, rank, is_fresh=False)
     train_step(state, weight=1 / size)
     train_step(state, weight=1 / size)
     dict(named_parameters(state.model))["frozen_later"].requires_grad_(False)
@@ -90,6 +94,7 @@ def _save(mesh: DeviceMesh, rank: int, size: int, folder: Path, store: LocalStor
         "digests": digests(state),
         "progress": asdict(state.progress),
         "lr": [group["lr"] for group in state.optimizer.param_groups],
+        "own": own.told(),
         "draws": draws(),
         "loss": train_step(state, weight=1 / size),
     }
@@ -100,10 +105,36 @@ def _save(mesh: DeviceMesh, rank: int, size: int, folder: Path, store: LocalStor
     return report
 
 
+class Position:
+    """A rank's own number, and as many values as its number says."""
+
+    def __init__(self, position: int, size: int) -> None:
+        self.position, self.values = position, torch.full((size,), float(position))
+
+    def told(self) -> list[float]:
+        return [self.position, *self.values.tolist()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pos": self.position, "values": self.values}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position, self.values = state_dict["pos"], state_dict["values"]
+
+
+def _add_trackers(state: TrainingState, rank: int, *, is_fresh: bool) -> tuple[Position, Position]:
+    """One of the rank's own, and one that differs from rank to rank where it should not."""
+    own = Position(0 if is_fresh else 100 + rank, 1 + rank)
+    drifting = Position(0 if is_fresh else 200 + rank, 1)
+    state.rank_trackers["loader"], state.trackers["drifting"] = own, drifting
+    return own, drifting
+
+
 def digests(state: TrainingState) -> dict[str, str]:
-    """Digest of every whole tensor of the state but the RNG's. Collective."""
+    """Digest of every whole tensor of the state but those that are a rank's own. Collective."""
     found: dict[str, str] = {}
     for name, tensor in capture(state, rank=0, world_size=1, rng=False).tensors.items():
+        if name.startswith(RANK_TRACKER):
+            continue
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         found[name] = f"{tuple(full.shape)} {hashlib.sha256(full.detach().contiguous().numpy().tobytes()).hexdigest()}"
     return found

@@ -90,6 +90,36 @@ def test_each_rank_goes_on_with_its_own_random_numbers(reports: Reports) -> None
         assert not any(report["reseeded"] for report in loaded[:kept])
 
 
+def test_each_rank_gets_its_own_tracker_back_and_not_that_of_rank_0(reports: Reports) -> None:
+    """B30: plain values and tensors, of another size on each rank; a new rank starts fresh, a lost one is named."""
+    saved = [report["own"] for report in reports["save"]]
+    assert [own[0] for own in saved] == [100, 101, 102, 103]
+    for size, loaded in loads(reports):
+        kept = min(size, ranks.SAVE_SIZE)
+        assert [report["own"] for report in loaded[:kept]] == saved[:kept]
+        lines = [line for report in loaded for line in report["lines"] if "rank trackers" in line]
+        assert (
+            lines
+            == {
+                1: ["rank trackers (loader) of ranks 1 to 3 are dropped: step 3 was saved by 4 ranks, here are 1"],
+                3: ["rank trackers (loader) of rank 3 is dropped: step 3 was saved by 4 ranks, here are 3"],
+                4: [],
+                5: ["rank 4: rank trackers (loader) start fresh: step 3 was saved by 4 ranks"],
+            }[size]
+        )
+        if size == 5:
+            assert loaded[4]["own"] == [0, 0, 0, 0, 0, 0]
+
+
+def test_a_tracker_that_differs_where_it_should_not_is_named(reports: Reports) -> None:
+    """Every rank gets that of rank 0, as it must, but not in silence."""
+    for _, loaded in loads(reports):
+        assert [report["drifting"] for report in loaded] == [200] * len(loaded)
+        said = [line for report in loaded for line in report["lines"] if "was not equal on all ranks" in line]
+        assert len(said) == 1
+        assert said[0].startswith("tracker drifting was not equal on all ranks when it was saved (rank 1 differs")
+
+
 def test_a_new_rank_is_reseeded_repeatably_and_says_so(reports: Reports) -> None:
     """B43: growth from four to five ranks, twice."""
     first, second = [loaded for size, loaded in loads(reports) if size == 5]
