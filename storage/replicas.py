@@ -103,7 +103,7 @@ class ReplicaFold:
         ranks = tuple(rank for rank in among if texts[rank] != usual) if 2 * votes > len(among) else among
         parts = [{rank: _part(text, index) for rank, text in texts.items()} for index in range(_length(texts))]
         unlike = [index for index, part in enumerate(parts) if len(set(part.values())) > 1]
-        names = self._names.get(label, ())
+        names = self._names.get(label) or self._names.get(f"{label.partition('-')[0]}-0", ())
         first = names[unlike[0]] if unlike and unlike[0] < len(names) else None
         return Disagreement(ranks=ranks, among=among, tensor=first, num_tensors=len(unlike))
 

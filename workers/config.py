@@ -41,8 +41,13 @@ class ModelConfig(_Settings):
     """
 
     config: dict[str, JsonValue] = {}
-    parallelism: Literal["fsdp", "ddp"] = Field(
-        "fsdp", description="fsdp shards the state over all workers; ddp keeps it whole on each: for small models"
+    parallelism: Literal["fsdp", "hsdp", "ddp"] = Field(
+        "fsdp",
+        description="fsdp shards the state over all workers; hsdp over groups of shard_size, which hold it alike; "
+        "ddp keeps it whole on each: for small models",
+    )
+    shard_size: int | None = Field(
+        None, ge=1, description="hsdp: workers that share one copy of the state; more where the World is no multiple"
     )
     compare_replicas: bool = Field(
         True, description="digest what every worker holds whole, and refuse a save whose digests differ"
@@ -55,6 +60,8 @@ class ModelConfig(_Settings):
     def _has_model_type(self) -> Self:
         if self.config and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, e.g. llama")
+        if (self.shard_size is None) != (self.parallelism != "hsdp"):
+            raise ValueError(f"model.shard_size goes with parallelism hsdp and nothing else, not {self.parallelism}")
         return self
 
 

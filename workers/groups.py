@@ -36,8 +36,8 @@ T = TypeVar("T")
 class Groups:
     """The default group, its mesh, and a control group of its own for the one all-reduce a step."""
 
-    def __init__(self, spec: AttemptSpec, device: torch.device) -> None:
-        self._spec, self._device = spec, device
+    def __init__(self, spec: AttemptSpec, device: torch.device, shard_size: int | None = None) -> None:
+        self._spec, self._device, self._shard_size = spec, device, shard_size
         self._lock = threading.Lock()
         self._control: dist.ProcessGroup | None = None
         self._mesh: DeviceMesh | None = None
@@ -72,7 +72,7 @@ class Groups:
             if self._is_closed:
                 self._leave()
                 raise AttemptAbandoned(spec.attempt.label, "it was closed while forming")
-            self._mesh = world_mesh(self._device)
+            self._mesh = world_mesh(self._device, self._shard_size)
             self._control = dist.new_group(timeout=timedelta(seconds=spec.group_timeout_s))
             wires.note()
             self._is_formed = True

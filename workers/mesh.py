@@ -1,4 +1,4 @@
-"""The process group of one Attempt and the one-dimensional device mesh over it.
+"""The process group of one Attempt and the device mesh over it.
 
 Membership is decided elsewhere: ranks and the rendezvous store come in as arguments, and nothing is read from the
 environment.
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["SHARD_DIM", "join_group", "leave_group", "world_mesh"]
+__all__ = ["REPLICA_DIM", "SHARD_DIM", "fitting_shard_size", "join_group", "leave_group", "world_mesh"]
 
+REPLICA_DIM = "replica"
 SHARD_DIM = "shard"
 
 
@@ -38,6 +39,19 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def world_mesh(device: torch.device) -> DeviceMesh:
-    """The mesh of all ranks of the current default group. Made anew per Attempt: a mesh outlives no group."""
-    return DeviceMesh(device.type, list(range(dist.get_world_size())), mesh_dim_names=(SHARD_DIM,))
+def world_mesh(device: torch.device, shard_size: int | None = None) -> DeviceMesh:
+    """The mesh of all ranks of the current default group. Made anew per Attempt: a mesh outlives no group.
+
+    ``shard_size``: of two dimensions, replicas of so many ranks each, or of the next larger number that divides the
+    World, so that no rank ever holds more than it was meant to. Collective then.
+    """
+    ranks = torch.arange(dist.get_world_size())
+    if shard_size is None:
+        return DeviceMesh(device.type, ranks.tolist(), mesh_dim_names=(SHARD_DIM,))
+    cut = fitting_shard_size(len(ranks), shard_size)
+    return DeviceMesh(device.type, ranks.view(-1, cut).tolist(), mesh_dim_names=(REPLICA_DIM, SHARD_DIM))
+
+
+def fitting_shard_size(world_size: int, shard_size: int) -> int:
+    """The smallest divisor of ``world_size`` that is at least ``shard_size``; the whole World where there is none."""
+    return next((size for size in range(shard_size, world_size) if world_size % size == 0), world_size)

@@ -20,9 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from workers.config import ActivationCheckpointConfig, ModelConfig, Reproducible
+from workers.errors import NotReproducible
 from workers.exact_norm import exact_norm
 from workers.invariance import Invariance, require_invariant_modules
-from workers.replicated import compute_in, sum_gradients
+from workers.replicated import compute_in, is_first_replica, sum_gradients
 
 __all__ = [
     "Gradients",
@@ -66,6 +67,11 @@ def parallelize(
     model: nn.Module, config: ModelConfig, mesh: DeviceMesh, *, reproducible: Reproducible = False
 ) -> nn.Module:
     """Shard ``model`` over ``mesh`` in place, or leave it whole on every rank. A world of one takes the same path."""
+    if reproducible == "exact" and config.parallelism == "hsdp":
+        raise NotReproducible(
+            "model.parallelism hsdp sums gradients within replicas first, which is no fold in leaf order; use fsdp or "
+            "ddp, or reproducible: true"
+        )
     if reproducible:
         require_invariant_modules(model)
     compute = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.compute_dtype]
@@ -109,9 +115,16 @@ class Gradients:
     num_exact: int | None = None
     """Elements of the whole model, where the norm is to have the same bits however they are cut."""
 
+    is_first_replica: bool = True
+    """Whether ``sharded`` are counted here: under HSDP other ranks hold the same."""
+
     def counted_by(self, rank: int) -> tuple[torch.Tensor, ...]:
         """Those that ``rank`` answers for, where every element of the model's gradient is to be met exactly once."""
-        return self.sharded + self.replicated if rank == 0 else self.sharded
+        return self.counted_shards + self.replicated if rank == 0 else self.counted_shards
+
+    @property
+    def counted_shards(self) -> tuple[torch.Tensor, ...]:
+        return self.sharded if self.is_first_replica else ()
 
 
 def reduced_gradients(model: nn.Module) -> Gradients:
@@ -128,7 +141,13 @@ def reduced_gradients(model: nn.Module) -> Gradients:
     if invariance is not None and sharded + replicated:
         torch._foreach_add_(sharded + replicated, 0.0)  # -0.0 to 0.0: a surplus leaf's zeros decide which of them it is
         num_exact = sum(parameter.numel() for parameter in model.parameters())
-    return Gradients(sharded=tuple(sharded), replicated=tuple(replicated), device=device, num_exact=num_exact)
+    return Gradients(
+        sharded=tuple(sharded),
+        replicated=tuple(replicated),
+        device=device,
+        num_exact=num_exact,
+        is_first_replica=is_first_replica(model),
+    )
 
 
 def scale_gradients(gradients: Gradients, max_norm: float) -> torch.Tensor:
@@ -154,7 +173,7 @@ def _norm(gradients: Gradients) -> torch.Tensor:
     if gradients.num_exact is not None:
         return exact_norm(gradients.counted_by(rank), count=gradients.num_exact, device=gradients.device)
     whole = gradients.replicated if rank == 0 else ()
-    parts = (_sum_of_squares(gradients.sharded, gradients.device), _sum_of_squares(whole, gradients.device))
+    parts = (_sum_of_squares(gradients.counted_shards, gradients.device), _sum_of_squares(whole, gradients.device))
     totals = torch.stack(parts)
     if dist.is_initialized():
         dist.all_reduce(totals)

@@ -1,6 +1,6 @@
-"""What is whole on every rank: summing its gradients, who writes which of it, and what of it is compared.
+"""What several ranks hold alike: summing the gradients of what is whole on every rank, and who writes which of it.
 
-Under `model.parallelism: ddp` that is every parameter; under FSDP2 the few that cannot be sharded. The model stays the
+Under `model.parallelism: ddp` every parameter is whole, under FSDP2 the few that cannot be sharded. The model stays the
 module that it was: nothing wraps it, nothing hangs on a process group, so that nothing of an Attempt outlives it.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["accumulate_in_double", "compute_in", "deal", "sum_gradients"]
+__all__ = ["Holding", "accumulate_in_double", "compute_in", "deal", "holding", "is_first_replica", "sum_gradients"]
 
 _BUCKET_BYTES: Final = 25 << 20
 _IN_FLIGHT: Final = 2  # buckets whose sums are under way, so that gradients are not held twice
@@ -146,6 +146,37 @@ def _own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
             "summed over ranks; build its module with sparse=False"
         )
     return gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """That ``count`` ranks hold a tensor alike, this one as number ``index``; ``label`` tells them from other such."""
+
+    label: str
+    index: int
+    count: int
+
+
+def holding(tensor: torch.Tensor, *, rank: int, world_size: int) -> Holding | None:
+    """Who else holds what this rank does of ``tensor``; None: nobody."""
+    if not isinstance(tensor, DTensor):
+        return Holding(label="whole", index=rank, count=world_size)
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    copies = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    if not copies or place is None:
+        return None
+    (dim,) = copies  # the meshes of this package have one at most
+    shard = "-".join(str(at) for other, at in enumerate(place) if other != dim)
+    return Holding(label=f"shard-{shard}", index=place[dim], count=mesh.size(dim))
+
+
+def is_first_replica(model: nn.Module) -> bool:
+    """Whether this rank is of the replica that is counted, where what is sharded has several."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            held = holding(parameter, rank=0, world_size=1)
+            return held is None or held.index == 0
+    return True
 
 
 def deal(units: Mapping[str, int], num_ranks: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ from workers.optimizer_state import OPTIM, capture_optimizer
 from workers.plain_state import numbers, to_plain
 from workers.rank_trackers import capture_rank_trackers, plain_digests
 from workers.replica_digest import Replicas
-from workers.replicated import deal
+from workers.replicated import Holding, deal, holding
 from workers.rng import capture_rng
 from workers.schedule import capture_schedule, schedule_kind
 from workers.state import TrainingState
@@ -30,8 +30,6 @@ RANK_TRACKER = "rank_tracker."
 RNG = "rng."
 SCHEDULER = "scheduler"
 SCALER = "scaler"
-WHOLE = "whole"
-"""Label of the replicas that every rank of the World holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,10 @@ class Capture:
 
 
 def capture(state: TrainingState, *, rank: int, world_size: int, rng: bool = True) -> Capture:
-    """The state of ``rank`` at this step boundary. Raises NotPlain for what cannot be stored."""
+    """The state of ``rank`` at this step boundary. Raises NotPlain for what cannot be stored.
+
+    ``world_size`` 1: all that this rank holds, whoever else holds it.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in (*named_parameters(state.model), *persistent_buffers(state.model)):
         _add(tensors, f"{MODEL}{name}", tensor)
@@ -64,9 +65,8 @@ def capture(state: TrainingState, *, rank: int, world_size: int, rng: bool = Tru
     }
     if state.scaler is not None and is_in_use(state.scaler):
         shared[SCALER] = to_plain(numbers(state.scaler.state_dict()), SCALER, None)
-    whole = _whole_parameters(state)
-    is_shared = bool(whole) and world_size > 1
-    tensors = _share(tensors, whole, rank, world_size)
+    units = _held_alike(state, rank, world_size)
+    tensors = _share(tensors, units, rank)
     own = capture_rank_trackers(state.rank_trackers, rank, tensors)
     if rng:
         tensors.update(capture_rng(rank))
@@ -74,33 +74,60 @@ def capture(state: TrainingState, *, rank: int, world_size: int, rng: bool = Tru
         tensors=tensors,
         shared_state=shared if rank == 0 else None,
         rank_state={"rank": rank, "world_size": world_size, **own, **plain_digests(trackers)},
-        replicas={WHOLE: {key: one for parts in whole.values() for key, one in parts.items()}} if is_shared else {},
+        replicas=_replicas(units),
     )
 
 
-def _whole_parameters(state: TrainingState) -> dict[str, dict[str, torch.Tensor]]:
-    """The parameters that are not sharded, each with its optimizer state, by stored name. Buffers are not among them:
-    running statistics, say, differ from rank to rank."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """A parameter that several ranks hold alike, with what the optimizer keeps of it, by stored name."""
+
+    held: Holding
+    parts: dict[str, torch.Tensor]
+
+
+def _held_alike(state: TrainingState, rank: int, world_size: int) -> dict[str, _Unit]:
+    """By name of the parameter. Buffers are not among them: running statistics, say, differ from rank to rank."""
+    found: dict[str, _Unit] = {}
+    if world_size == 1:
+        return found
     for name, parameter in named_parameters(state.model):
-        if isinstance(parameter, DTensor):
+        held = holding(parameter, rank=rank, world_size=world_size)
+        if held is None:
             continue
-        kept = state.optimizer.state.get(parameter, {}).items()
-        found[name] = {f"{MODEL}{name}": parameter} | {
-            f"{OPTIM}{name}.{key}": value for key, value in kept if isinstance(value, torch.Tensor)
-        }
+        parts: dict[str, torch.Tensor] = {f"{MODEL}{name}": parameter}
+        for key, value in state.optimizer.state.get(parameter, {}).items():
+            # A plain tensor of a sharded parameter, its step say, is rank 0's like the rest of the plain state.
+            if isinstance(value, torch.Tensor) and isinstance(value, DTensor) == isinstance(parameter, DTensor):
+                parts[f"{OPTIM}{name}.{key}"] = value
+        found[name] = _Unit(held=held, parts=parts)
     return found
 
 
-def _share(
-    tensors: dict[str, torch.Tensor], whole: dict[str, dict[str, torch.Tensor]], rank: int, world_size: int
-) -> dict[str, torch.Tensor]:
-    """What ``rank`` writes of ``tensors``, among them the ``whole`` parameters. What belongs to one stays together."""
-    owners = deal({name: sum(one.nbytes for one in parts.values()) for name, parts in whole.items()}, world_size)
-    writers = {key: owners[name] for name, parts in whole.items() for key in parts}
+def _share(tensors: dict[str, torch.Tensor], units: dict[str, _Unit], rank: int) -> dict[str, torch.Tensor]:
+    """What ``rank`` writes of ``tensors``. What belongs to one parameter stays together."""
+    others: set[str] = set()
+    mine: set[str] = set()
+    for label in {unit.held.label for unit in units.values()}:
+        alike = {name: unit for name, unit in units.items() if unit.held.label == label}
+        sizes = {name: sum(one.nbytes for one in unit.parts.values()) for name, unit in alike.items()}
+        owners = deal(sizes, next(iter(alike.values())).held.count)
+        for name, unit in alike.items():
+            (mine if owners[name] == unit.held.index else others).update(unit.parts)
     return {
-        key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor) or writers.get(key, 0) == rank
+        key: tensor
+        for key, tensor in tensors.items()
+        if key in mine or (key not in others and (rank == 0 or isinstance(tensor, DTensor)))
     }
+
+
+def _replicas(units: dict[str, _Unit]) -> Replicas:
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for unit in units.values():
+        if unit.held.count > 1:
+            own = {key: one.to_local() if isinstance(one, DTensor) else one for key, one in unit.parts.items()}
+            found.setdefault(unit.held.label, {}).update(own)
+    return found
 
 
 def _add(tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:

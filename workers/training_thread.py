@@ -59,7 +59,7 @@ class TrainingThread:
     ) -> None:
         self._settings, self._spec, self._parts = settings, spec, parts
         self._worker_id, self._train_loop, self._pulse = worker_id, train_loop, pulse
-        self._groups = Groups(spec, parts.device)
+        self._groups = Groups(spec, parts.device, settings.model.shard_size)
         self._courier = Courier(coordinator, spec.attempt) if spec.rank == 0 else None
         self._is_abandoned = threading.Event()
         self._is_over = threading.Event()

@@ -45,13 +45,22 @@ from workers.state import TrainingState
 from workers.stream import Leaf
 from workers.train_step import TrainStep
 
-Kind = Literal["fsdp", "ddp", "alone"]
+Kind = Literal["fsdp", "hsdp", "ddp", "alone"]
 
 NUM_LEAVES = 5
 STEPS = 3
+NUM_PROCESSES = 4
 SIZES = (1, 2, 3)
-TRAINED: tuple[tuple[Kind, int], ...] = (("alone", 1), *((kind, size) for kind in ("fsdp", "ddp") for size in SIZES))
-LOADED: tuple[tuple[Kind, int], ...] = (("alone", 1), ("fsdp", 3), ("fsdp", 1), ("ddp", 2), ("ddp", 1))
+SHARD_SIZE = 2  # of hsdp: two replicas in a World of four, one in a World of three
+KINDS: tuple[Kind, ...] = ("alone", "fsdp", "hsdp", "ddp")
+SAVED: dict[Kind, int] = {"alone": 1, "fsdp": 2, "hsdp": 4, "ddp": 2}
+TRAINED: tuple[tuple[Kind, int], ...] = (
+    ("alone", 1),
+    *((kind, size) for kind in KINDS[1:] for size in SIZES),
+    ("hsdp", 4),
+)
+LOADED: tuple[tuple[Kind, int], ...] = (("alone", 1), ("fsdp", 3), ("hsdp", 4), ("ddp", 2), ("ddp", 1))
+FLIPPED: dict[Kind, str] = {"ddp": "single", "fsdp": "temperature", "hsdp": "few"}
 _CPU = torch.device("cpu")
 
 
@@ -100,15 +109,16 @@ def run(rank: int, folder: Path) -> None:
     """All phases in order, as far as ``rank`` is a member of their worlds."""
     torch.set_num_threads(1)
     phases: list[tuple[str, int]] = [(f"train-{kind}-{size}", size) for kind, size in TRAINED]
-    phases += [(f"load-{saved}-{kind}-{size}", size) for saved in ("alone", "fsdp", "ddp") for kind, size in LOADED]
+    phases += [(f"load-{saved}-{kind}-{size}", size) for saved in KINDS for kind, size in LOADED]
     phases += [(f"branchy-ddp-{size}", size) for size in SIZES] + [("branchy-alone-1", 1)]
     phases += [(f"double-ddp-{size}", size) for size in SIZES]
-    phases += [("flip-ddp-3", 3), ("flip-ddp-2", 2), ("flip-fsdp-3", 3)]
+    phases += [("flip-ddp-3", 3), ("flip-ddp-2", 2), ("flip-fsdp-3", 3), ("flip-hsdp-4", 4)]
     for name, size in phases:
         if rank < size:
             store = FileStore(str(folder / f"store-{name}"), size)
             join_group(store, rank=rank, world_size=size, device=_CPU, timeout_s=60.0)
-            report = _phase(name, world_mesh(_CPU), rank, size, folder)
+            mesh = world_mesh(_CPU, SHARD_SIZE if "hsdp" in name.split("-")[-2] else None)
+            report = _phase(name, mesh, rank, size, folder)
             leave_group()
             (folder / f"{name}-rank-{rank}.json").write_text(json.dumps(report))
 
@@ -141,7 +151,7 @@ def make(kind: Kind, mesh: DeviceMesh, model: nn.Module | None = None, *, init_w
         with torch.device("meta"):
             model = OddModel()
     if kind != "alone":
-        config = ModelConfig(config={"model_type": "llama"}, parallelism=kind)
+        config = ModelConfig(parallelism=kind, shard_size=SHARD_SIZE if kind == "hsdp" else None)
         return build_state(mesh, seed=3, model=model, init_weights=init_weights, config=config)
     materialize(model, "cpu", 3, init_weights=init_weights)
     optimizer = build_optimizer(model, OPTIM)
@@ -188,6 +198,11 @@ def _train(kind: Kind, mesh: DeviceMesh, rank: int, size: int, folder: Path) -> 
         "lr": [group["lr"] for group in state.optimizer.param_groups],
         "scheduler": state.scheduler.state_dict()["last_epoch"],
         "names": sorted(capture(state, rank=rank, world_size=size).tensors),
+        "shards": sorted(
+            name
+            for name, tensor in capture(state, rank=0, world_size=1, rng=False).tensors.items()
+            if isinstance(tensor, DTensor)
+        ),
         "is_whole": all(not isinstance(parameter, DTensor) for parameter in state.model.parameters()),
     }
     reference = weakref.ref(state.model)
@@ -196,7 +211,7 @@ def _train(kind: Kind, mesh: DeviceMesh, rank: int, size: int, folder: Path) -> 
 
 
 def _load(saved: Kind, kind: Kind, mesh: DeviceMesh, rank: int, size: int, folder: Path) -> dict[str, Any]:
-    store = LocalStore(folder / f"run-{saved}-{1 if saved == 'alone' else 2}")
+    store = LocalStore(folder / f"run-{saved}-{SAVED[saved]}")
     state = make(kind, mesh, init_weights=False)
     restore(state, newest_plan(store), store, rank=rank, world_size=size)
     return {
@@ -216,8 +231,9 @@ def _flip(kind: Kind, mesh: DeviceMesh, rank: int, size: int, folder: Path) -> d
     for is_healthy in (True, False):
         if rank == 1 and not is_healthy:
             with torch.no_grad():
-                weight = dict(named_parameters(state.model))["single" if kind == "ddp" else "temperature"]
-                weight.detach().view(torch.int32).bitwise_xor_(1 << 3)
+                weight = dict(named_parameters(state.model))[FLIPPED[kind]].detach()
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                local.view(torch.int32).bitwise_xor_(1 << 3)
         if not is_healthy:
             train(state, rank, size)
         sink = RecordingSink()

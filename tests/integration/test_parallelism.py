@@ -22,7 +22,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     folder = tmp_path_factory.mktemp("parallelism")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.integration.parallelism_ranks"])  # torch is imported once, not three times
-    processes = [context.Process(target=ranks.run, args=(rank, folder)) for rank in range(max(ranks.SIZES))]
+    processes = [context.Process(target=ranks.run, args=(rank, folder)) for rank in range(ranks.NUM_PROCESSES)]
     for process in processes:
         process.start()
     try:
@@ -64,6 +64,16 @@ def test_replicas_are_whole_alike_to_the_bit_and_freed_with_the_world(reports: R
     assert not any(report["is_whole"] for report in reports[f"train-fsdp-{size}"])
 
 
+def test_hsdp_keeps_replicas_of_shards_that_are_written_once(reports: Reports) -> None:
+    found = reports["train-hsdp-4"]
+    assert [sorted(report["shards"]) for report in found[:2]] == [sorted(report["shards"]) for report in found[2:]]
+    sharded = [{name for name in report["names"] if name in report["shards"]} for report in found]
+    for one, other in ((0, 2), (1, 3)):
+        assert not sharded[one] & sharded[other]
+        assert sharded[one] | sharded[other] == set(found[one]["shards"])
+    assert len({json.dumps(report["digests"]) for report in found}) == 1
+
+
 @pytest.mark.parametrize("size", ranks.SIZES)
 def test_each_tensor_is_written_once_and_by_turns(reports: Reports, size: int) -> None:
     by_rank = [report["names"] for report in reports[f"train-ddp-{size}"]]
@@ -73,9 +83,11 @@ def test_each_tensor_is_written_once_and_by_turns(reports: Reports, size: int) -
 
 
 @pytest.mark.parametrize(("kind", "size"), ranks.LOADED)
-@pytest.mark.parametrize("saved", ["alone", "fsdp", "ddp"])
-def test_a_checkpoint_of_any_loads_into_any_to_the_bit(reports: Reports, saved: str, kind: str, size: int) -> None:
-    before = reports[f"train-{saved}-{1 if saved == 'alone' else 2}"][0]
+@pytest.mark.parametrize("saved", ranks.KINDS)
+def test_a_checkpoint_of_any_loads_into_any_to_the_bit(
+    reports: Reports, saved: ranks.Kind, kind: str, size: int
+) -> None:
+    before = reports[f"train-{saved}-{ranks.SAVED[saved]}"][0]
     loaded = reports[f"load-{saved}-{kind}-{size}"]
     assert len(loaded) == size
     for report in loaded:
@@ -87,8 +99,7 @@ def test_a_checkpoint_of_any_loads_into_any_to_the_bit(reports: Reports, saved: 
 
 
 def test_names_are_the_same_and_carry_no_wrapper(reports: Reports) -> None:
-    names = {json.dumps(sorted(reports[f"train-{kind}-2"][0]["digests"])) for kind in ("fsdp", "ddp")}
-    names.add(json.dumps(sorted(reports["train-alone-1"][0]["digests"])))
+    names = {json.dumps(sorted(reports[f"train-{kind}-{size}"][0]["digests"])) for kind, size in ranks.TRAINED}
     assert len(names) == 1
     assert not {"module", "_orig_mod", "_fsdp_wrapped_module"} & set(".".join(json.loads(names.pop())).split("."))
 
@@ -127,3 +138,11 @@ def test_what_cannot_be_sharded_is_compared_under_fsdp_too(reports: Reports) -> 
     said = reports["flip-fsdp-3"][0]["said"]
     assert said[0] == "committed"
     assert "what rank 1 holds differs from the 2 others, first in model.temperature" in said[1]
+
+
+def test_replicas_of_a_shard_are_compared_under_hsdp(reports: Reports) -> None:
+    """Ranks 1 and 3 hold the same shard; 0 and 2 another."""
+    said = reports["flip-hsdp-4"][0]["said"]
+    assert said[0] == "committed"
+    assert "what rank 1, 3 holds differs, with no majority" in said[1]
+    assert "model.few" in said[1]
