@@ -47,7 +47,19 @@ def card_text(card: dict[str, Any]) -> str:
     """The card for people."""
     from orchestrator.report_text import size
 
-    names = ("step", "attempt", "standing", "time_utc", "age", "size", "loss", "metric", "run_id", "world_size")
+    names = (
+        "step",
+        "attempt",
+        "standing",
+        "time_utc",
+        "age",
+        "size",
+        "loss",
+        "metric",
+        "run_id",
+        "world_size",
+        "verified",
+    )
     rows = [(name, card[name]) for name in (*names, "fidelity", "tensors", "elements", "samples", "manifest")]
     lines = [f"{name:<16}{_shown(value)}" for name, value in rows]
     lines += ["", "levels"]

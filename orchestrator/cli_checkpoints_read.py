@@ -24,6 +24,7 @@ from orchestrator.cli_checkpoints_place import (
 )
 
 if TYPE_CHECKING:
+    from orchestrator.verified_column import VerifiedColumn
     from storage.inventory import CutOffSave, Inventory, StoredStep
     from storage.manifest import Commit
 
@@ -41,6 +42,10 @@ _LIST_EPILOG = """[bold]Examples[/bold]
 
   newest and best are kept by retention; void: a newer attempt went on from an earlier step; quarantined: found
   damaged, or taken out of use by hand; unreadable: the commit record is damaged; cut off: never committed
+
+[bold]Verified[/bold]
+
+  in the background, by a run's driver: its digests, or by a load that gave the loss of its probe again
 """
 _SHOW_EPILOG = """[bold]Examples[/bold]
 
@@ -70,18 +75,24 @@ def list_commits(
     full: Annotated[bool, typer.Option("--full", help="Read every manifest for its fidelity, not only 32.")] = False,
 ) -> None:
     """List the checkpoints, newest last: those committed, and saves that were cut off."""
+    from orchestrator.verified_column import VerifiedColumn
     from storage.inventory import take_inventory
 
     with ending(url):
         place = open_place(url)
         inventory = take_inventory(place.log, archive_every_h=_archive_every_h(place))
         fidelities = _fidelities(place, inventory, full)
-    rows = [_row(step, fidelities) for step in inventory.steps] + [_cut_off_row(save) for save in inventory.cut_off]
+        verified = VerifiedColumn(place.store, inventory, most=None if full else _MANIFESTS_READ)
+    rows = [_row(step, fidelities, verified) for step in inventory.steps] + [
+        _cut_off_row(save) for save in inventory.cut_off
+    ]
     rows.sort(key=lambda row: (row["step"], row["attempt"]))
     if json_output:
         print_json(rows)
     elif rows:
         _print_rows(rows)
+        if (waiting := verified.line()) is not None:
+            typer.echo(waiting, err=True)
     if not inventory.history:
         fail_without(inventory, url, None)
 
@@ -89,6 +100,7 @@ def list_commits(
 def show(url: Url, step_argument: StepArgument = None, step: StepOption = None, json_output: Json = False) -> None:
     """Show what one checkpoint holds (default: the newest usable one)."""
     from orchestrator.checkpoint_card import card_of, card_text
+    from orchestrator.verified_column import verified_facts
     from storage.inventory import take_inventory
 
     with ending(url):
@@ -97,7 +109,8 @@ def show(url: Url, step_argument: StepArgument = None, step: StepOption = None, 
         found = _chosen(inventory, _one_step(step_argument, step))
         if found is None or found.commit is None:
             fail_without(inventory, url, _one_step(step_argument, step))
-        marks = {"standing": found.standing, "marks": _marks(found)}
+        verified = verified_facts(place.store, found.key)
+        marks = {"standing": found.standing, "marks": _marks(found), "verified": verified}
         card = commit_facts(found.commit) | marks | card_of(place.log, found.commit, inventory)
     if json_output:
         print_json(card)
@@ -253,13 +266,14 @@ def _marks(step: StoredStep) -> list[str]:
     ]
 
 
-def _row(step: StoredStep, fidelities: dict[str, str]) -> dict[str, Any]:
+def _row(step: StoredStep, fidelities: dict[str, str], verified: VerifiedColumn) -> dict[str, Any]:
     facts = _unreadable_facts(step) if step.commit is None else commit_facts(step.commit)
     reason = f"{step.quarantine.key}: {step.quarantine.reason}" if step.quarantine else None
     return {name: value for name, value in facts.items() if name not in ("is_good", "problems")} | {
         "standing": step.standing,
         "marks": _marks(step),
         "fidelity": fidelities.get(step.record),
+        "verified": verified.of(step.key),
         "reason": reason,
     }
 
@@ -267,7 +281,7 @@ def _row(step: StoredStep, fidelities: dict[str, str]) -> dict[str, Any]:
 def _cut_off_row(save: CutOffSave) -> dict[str, Any]:
     from orchestrator.report_text import size
 
-    unknown = dict.fromkeys(("time_utc", "age", "loss", "metric", "base_step", "fidelity", "reason"))
+    unknown = dict.fromkeys(("time_utc", "age", "loss", "metric", "base_step", "fidelity", "verified", "reason"))
     return (
         {"step": save.key.step, "attempt": save.key.attempt.number}
         | unknown
@@ -281,12 +295,12 @@ def _cut_off_row(save: CutOffSave) -> dict[str, Any]:
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    titles = ("step", "attempt", "size", "committed (UTC)", "age", "loss", "metric", "fidelity", "")
+    titles = ("step", "attempt", "size", "committed (UTC)", "age", "loss", "metric", "fidelity", "verified", "")
     table: list[tuple[str, ...]] = [titles]
     for row in rows:
         numbers = ["-" if row[name] is None else f"{row[name]:.4g}" for name in ("loss", "metric")]
         when = (row["time_utc"] or "-")[:19].replace("T", " ")
-        shown = (row["step"], row["attempt"], row["size"], when, row["age"], *numbers, row["fidelity"])
+        shown = (row["step"], row["attempt"], row["size"], when, row["age"], *numbers, row["fidelity"], row["verified"])
         table.append((*("-" if cell is None else str(cell) for cell in shown), ", ".join(row["marks"])))
     widths = [max(len(line[column]) for line in table) for column in range(len(titles))]
     for line in table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,12 +46,14 @@ class _TeeSink:
     def __init__(self, log: EventLog, view: ProgressView) -> None:
         self._log = log
         self._view = view
+        self._lock = threading.Lock()  # the verifier's thread emits too
 
     def emit(
         self, event: str, *, attempt: int | None = None, step: int | None = None, rank: int | None = None, **fields: Any
     ) -> None:
-        self._log.emit(event, attempt=attempt, step=step, rank=rank, **fields)
-        self._view.on_event({"event": event, "attempt": attempt, "step": step, "rank": rank, **fields})
+        with self._lock:
+            self._log.emit(event, attempt=attempt, step=step, rank=rank, **fields)
+            self._view.on_event({"event": event, "attempt": attempt, "step": step, "rank": rank, **fields})
 
 
 class DriverRecord:

@@ -41,6 +41,7 @@ from orchestrator.recorder import Recorder
 from orchestrator.requests import RequestDesk
 from orchestrator.resume import Resume, parse_resume
 from orchestrator.run_identity import find_run_id, open_run_record
+from orchestrator.verifier_wiring import make_verifier
 from orchestrator.worker_group import WorkerGroup
 from storage.commit_log import CommitLog
 from storage.errors import LeaseHeld, StorageError
@@ -182,8 +183,18 @@ class _Driver:
         )
         watcher = NodeWatcher()
         desk = RequestDesk(self._one_try, self._nonce)
+        recorder = Recorder(record.sink, start_unix_s=record.start_unix_s, newest_step=record.newest_step)
+        verifier = make_verifier(
+            self._settings(),
+            self._config.run.url,
+            recorder=recorder,
+            coordinator=coordinator,
+            has_own_loop=self._train_loop is not None,
+            log_level=self._worker_log_level,
+        )
         try:
             desk.start()
+            verifier.start()
             controller = Controller(
                 run_id=self._run_id,
                 config=self._config,
@@ -193,7 +204,7 @@ class _Driver:
                 crew=crew,
                 coordinator=coordinator,
                 journal=journal,
-                recorder=Recorder(record.sink, start_unix_s=record.start_unix_s, newest_step=record.newest_step),
+                recorder=recorder,
                 rendezvous=meeting_point.address,
                 resume=resume,
                 desk=desk,
@@ -212,6 +223,7 @@ class _Driver:
             crew.leave_behind()  # no verdict of this driver: the same command goes on from what memory holds
             raise
         finally:
+            verifier.close()
             desk.close()
             request_resources(bundles=[])  # an autoscaler may let the nodes go
             watcher.close()
@@ -223,11 +235,13 @@ class _Driver:
         """Tell an autoscaler, where there is one, what is wanted."""
         request_resources(bundles=[self._config.world.resources_per_worker] * num_workers)
 
-    def _spawn(
-        self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any], lifeline: LifelineSpec
-    ) -> Any:
+    @property
+    def _worker_log_level(self) -> str:
+        return "DEBUG" if self._config.log_level == "DEBUG" else "WARNING"  # Ray copies it to the driver
+
+    def _settings(self) -> WorkerSettings:
         config = self._config
-        settings = WorkerSettings(
+        return WorkerSettings(
             run_id=self._run_id,
             seed=config.seed,
             total_steps=config.run.steps,
@@ -248,13 +262,17 @@ class _Driver:
             reproducible=config.reproducible,
             trace_every=config.run.trace_every,
         )
+
+    def _spawn(
+        self, *, worker_id: str, node_id: str, keeper: Any, options: dict[str, Any], lifeline: LifelineSpec
+    ) -> Any:
         return create_worker(
-            settings,
+            self._settings(),
             worker_id=worker_id,
             node_id=node_id,
             keeper=keeper,
             train_loop=self._train_loop,
-            log_level="DEBUG" if config.log_level == "DEBUG" else "WARNING",  # Ray copies it to the driver
+            log_level=self._worker_log_level,
             options=options,
             lifeline=lifeline,
         )

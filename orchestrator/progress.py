@@ -9,9 +9,10 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from orchestrator.report_text import size
+from orchestrator.restored import restored_words
 from orchestrator.save_summary import is_routine, policy_of
 from orchestrator.summary import Event
+from orchestrator.verified_fold import VerifiedFold
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,8 +62,10 @@ class RunStatus:
     _is_save_news: bool = False
     _save_said_s: dict[str, float] = field(default_factory=dict)
     _bound: dict[int, float | None] = field(default_factory=dict)
+    _verified: VerifiedFold = field(default_factory=VerifiedFold)
 
     def add(self, event: Event) -> None:
+        self._verified.add(event)
         self._clock_s = max(self._clock_s, _span(event, "t_s"), _span(event, "finished_s"))
         match event.get("event"):
             case "run_started":
@@ -164,6 +167,8 @@ class RunStatus:
             wanted = f" of {self.wanted_workers}" if self.wanted_workers > self.world_size else ""
             parts.append(f"{self.world_size}{wanted} worker{'s' if self.world_size > 1 or wanted else ''}")
         parts.append("no checkpoint yet" if self.committed_step is None else f"committed {self.committed_step}")
+        if (verified := self._verified.words()) is not None:
+            parts.append(verified)
         at_risk = self.step - self._base_step
         if self.safe_step is not None:
             parts.append(f"{self.safe_step} in memory")  # a lost node costs what came after, the loss of all more
@@ -205,7 +210,7 @@ def event_line(event: Event) -> str | None:
         case "node_blocked":
             return f"node {str(event.get('node'))[:12]} is not used any more: {event.get('reason')}"
         case "restored":
-            return f"restored step {event.get('step')}: {_restored_from(event)}"
+            return f"restored step {event.get('step')}: {restored_words(event)}"
         case "memory_tier":
             return f"memory tier: {event.get('mode')}: {event.get('reason')}"
         case "memory_degraded":
@@ -246,6 +251,10 @@ def event_line(event: Event) -> str | None:
             return f"save of step {event.get('step')} skipped: {event.get('reason')}"
         case "quarantined":
             return f"checkpoint of step {event.get('step')} taken out of use: {event.get('key')}: {event.get('reason')}"
+        case "verify_failed":
+            return f"CHECKPOINT OF STEP {event.get('step')} IS BAD: {event.get('key')}: {event.get('reason')}"
+        case "verify_stopped":
+            return f"checkpoints are not verified any more: {event.get('reason')}"
         case "eval":
             return f"eval at step {event.get('step')}: loss {_figure(event, 'loss')}, best {_figure(event, 'best')}"
         case "run_finished":
@@ -353,14 +362,6 @@ def _order_line(event: Event) -> str:
             return f"leaving at step {step}, which memory holds: {reason}"
         case _:
             return f"save at step {step}: {reason}"
-
-
-def _restored_from(event: Event) -> str:
-    tiers = event.get("tiers")
-    read = [f"{size(count)} from {tier}" for tier, count in tiers.items()] if isinstance(tiers, dict) else []
-    bound = event.get("bound")
-    how = f"rounded within {bound:g} of the next update" if isinstance(bound, int | float) else "bit for bit"
-    return f"{' and '.join(read) or 'nothing read'}, {how}"
 
 
 def _figure(event: Event, key: str) -> str:

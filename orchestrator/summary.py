@@ -14,6 +14,7 @@ from orchestrator.memory_summary import MemoryFold, MemorySummary, farthest_tier
 from orchestrator.save_summary import SaveFold, SavesSummary, stored_bytes_of
 from orchestrator.skipped_summary import SkippedSummary, skipped_window
 from orchestrator.storage_summary import StorageFold, StorageSummary
+from orchestrator.verified_fold import VerifiedFold, VerifiedSummary
 
 __all__ = [
     "AttemptSummary",
@@ -107,6 +108,7 @@ class RunSummary(TypedDict):
     storage: StorageSummary
     memory: MemorySummary
     saves: SavesSummary
+    verified: VerifiedSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,7 @@ class SummaryFold:
     _storage: StorageFold = field(default_factory=StorageFold)
     _memory: MemoryFold = field(default_factory=MemoryFold)
     _saves: SaveFold = field(default_factory=SaveFold)
+    _verified: VerifiedFold = field(default_factory=VerifiedFold)
 
     def add(self, event: Event) -> None:
         """Take in one event; unknown ones only move the clock."""
@@ -157,6 +160,7 @@ class SummaryFold:
         self._storage.add(event)
         self._memory.add(event)
         self._saves.add(event)
+        self._verified.add(event)
         match event.get("event"):
             case "run_started":
                 self._run_id = self._run_id or text_of(event, "run_id")
@@ -228,6 +232,7 @@ class SummaryFold:
             storage=self._storage.result(),
             memory=self._memory.result(),
             saves=self._saves.result(),
+            verified=self._verified.result(),
         )
 
     def _is_current(self, event: Event) -> bool:

@@ -52,7 +52,8 @@ def load_per_core() -> float:
 
 
 class VerifierWatch:
-    """One per driver. ``quarantine`` takes a Checkpoint out of use: its key, the failing object and the reason."""
+    """One per driver. ``quarantine`` takes a Checkpoint out of use: its key, the failing object and the reason.
+    ``no_load``: why Checkpoints are verified by their digests alone, None where they are loaded."""
 
     def __init__(
         self,
@@ -61,11 +62,13 @@ class VerifierWatch:
         spawn: Callable[[], VerifierPort],
         emit: Emit,
         quarantine: Callable[[StepKey, str, str], None],
+        no_load: str | None = None,
         load: Callable[[], float] = load_per_core,
         monotonic: Callable[[], float] = time.monotonic,
         look_s: float = _LOOK_S,
     ) -> None:
         self._config, self._spawn, self._emit, self._quarantine = config, spawn, emit, quarantine
+        self._no_load = no_load
         self._load, self._monotonic, self._look_s = load, monotonic, look_s
         self._lock = threading.Lock()
         self._waiting: dict[StepKey, tuple[float, int]] = {}  # since when, stored bytes
@@ -76,7 +79,10 @@ class VerifierWatch:
         self._thread = threading.Thread(target=self._run, name="verifier", daemon=True)
 
     def start(self) -> None:
-        if self._config.verify != "off":
+        """Say how Checkpoints are verified, and begin where they are."""
+        mode = "digests" if self._config.verify == "load" and self._no_load is not None else self._config.verify
+        self._emit("verifying", by=mode, reason=self._no_load if mode == "digests" else None)
+        if mode != "off":
             self._thread.start()
 
     def on_signal(self, signal: Signal) -> None:

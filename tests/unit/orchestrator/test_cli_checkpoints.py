@@ -44,7 +44,8 @@ def test_checkpoints_are_listed_with_sizes_and_ages_for_people(tmp_path: Path) -
     shown = runner.invoke(app, ["checkpoints", "list", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     header, ten, twenty = shown.stdout.splitlines()
-    assert header.split() == [*("step", "attempt", "size", "committed", "(UTC)", "age", "loss", "metric", "fidelity")]
+    titles = ("step", "attempt", "size", "committed", "(UTC)", "age", "loss", "metric", "fidelity", "verified")
+    assert header.split() == list(titles)
     assert ten.split()[:4] == ["10", "1", "61.3", "MB"]
     assert twenty.split()[0] == "20"
     assert " d " in twenty

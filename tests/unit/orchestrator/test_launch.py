@@ -35,14 +35,17 @@ def control(patch: pytest.MonkeyPatch, outcome: RunEnd | Exception) -> list[str]
                 raise outcome
             return outcome
 
-    for name in ("MeetingPoint", "WorkerGroup", "NodeWatcher", "RequestDesk", "Recorder", "Lifelines"):
+    for name in ("MeetingPoint", "WorkerGroup", "NodeWatcher", "RequestDesk", "Recorder", "Lifelines", "make_verifier"):
         patch.setattr(launch, name, Stub)
+    patch.setattr(launch._Driver, "_settings", lambda _: Stub())
     patch.setattr(launch, "Controller", Controlling)
     patch.setattr(launch, "KeeperCrew", lambda *_: crew)
     patch.setattr(launch, "request_resources", lambda **_: None)
     util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
     patch.setattr(launch, "ray", SimpleNamespace(exceptions=ray.exceptions, util=util))
-    config = SimpleNamespace(world=SimpleNamespace(resources_per_worker={"CPU": 1.0}))
+    config = SimpleNamespace(
+        world=SimpleNamespace(resources_per_worker={"CPU": 1.0}), run=SimpleNamespace(url="/run"), log_level="INFO"
+    )
     nothing: Any = Stub()
     driver = launch._Driver(config, nothing, "r", "nonce", nothing, nothing, None, {}, nothing)  # type: ignore[arg-type]
     event = threading.Event()

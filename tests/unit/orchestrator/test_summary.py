@@ -94,6 +94,7 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
                "held_back": 0, "skipped": 0, "threshold_moves": 0, "threshold": None,
                "spacing": {"mean_steps": None, "densest_steps": None, "sparsest_steps": None, "mean_s": None,
                            "densest_s": None, "sparsest_s": None}},
+        verified={"mode": "", "newest_step": None, "by": None, "verified": 0, "failed": [], "unverified_s": None},
     )  # fmt: skip
 
 

@@ -170,7 +170,7 @@ def test_closing_ends_a_verification_that_is_under_way() -> None:
     assert bench.ports[0].is_asked.wait(10)
     bench.watch.close()
     assert bench.ports[0].is_killed
-    assert bench.events == []
+    assert [event for event, _, _ in bench.events] == ["verifying"]
 
 
 def test_off_means_no_thread() -> None:
@@ -185,6 +185,7 @@ def test_off_means_no_thread() -> None:
     watch.start()
     watch.close()
     assert bench.ports == []
+    assert bench.events == [("verifying", None, {"by": "off", "reason": None})]
 
 
 def test_the_load_of_this_machine_is_a_number() -> None:
