@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from orchestrator.drill_compare import Comparison, compare
-from orchestrator.drill_history import read_history
-from orchestrator.drill_rules import EVALUATION, EXACT, OWN, ROUNDED
+from orchestrator.drill_history import History, read_history
+from orchestrator.drill_rules import EVALUATION, EXACT, OPTIMIZER, OWN, RNG, ROUNDED, Rules
 from orchestrator.recorder import Recorder
 from orchestrator.signals import StepFinished
 from storage.commit_log import CommitLog
@@ -46,7 +46,9 @@ class Sink:
         self.events.append({"event": event, "t_s": float(len(self.events)), **fields})
 
 
-def told(*lives: tuple[tuple[str, int, int], Sequence[StepReport]], digest: str | None) -> list[dict[str, Any]]:
+def told(
+    *lives: tuple[tuple[str, int, int], Sequence[StepReport]], digest: str | None, sizes: tuple[int, int] = (1, 1)
+) -> list[dict[str, Any]]:
     """The events of a driver that saw these Attempts: cause, number and restored step of each, and its reports."""
     sink = Sink()
     recorder = Recorder(sink, start_unix_s=0.0)
@@ -55,7 +57,9 @@ def told(*lives: tuple[tuple[str, int, int], Sequence[StepReport]], digest: str 
         if number > 1:
             recorder.emit("chaos", verb="kill-worker", planned_step=SAVED_STEP, at_step=SAVED_STEP + 1, detail="")
         attempt = Attempt(number=number, nonce="0badcafe")
-        recorder.attempt_started(attempt, 1, cause=cause, restored_step=restored, restored_from="own-memory")
+        recorder.attempt_started(
+            attempt, sizes[number - 1], cause=cause, restored_step=restored, restored_from="own-memory"
+        )
         recorder.record(StepFinished(attempt=attempt, report=report) for report in reports)
     recorder.emit("run_finished", status="finished", exit_reason="", weights_digest=digest)
     return sink.events
@@ -71,40 +75,51 @@ class Scene:
     whole: Ended
     plan: RestorePlan
 
-    def resumed(self, left_out: Part | None) -> Comparison:
-        """Go on from the stored step with a restore that leaves a part out, and compare."""
+    def resumed(self, left_out: Part | None, *, size: int = 1) -> tuple[History, History]:
+        """Go on from the stored step with a restore that leaves a part out; what is to be compared."""
         self.process.make(self.settings, self.root, MutatedLoop(left_out=left_out))
-        ended = self.process.run(1, restore=self.plan)[0]
+        ended = self.process.run(size, restore=self.plan)[0]
         assert ended.outcome.kind is OutcomeKind.FINISHED, ended.outcome.cause
         before = [report for report in self.whole.reports if report.step <= SAVED_STEP + 1]
         whole = told((FIRST, self.whole.reports), digest=self.whole.outcome.weights_digest)
-        other = told((FIRST, before), (SECOND, ended.reports), digest=ended.outcome.weights_digest)
-        histories = read_history(whole), read_history(other)
-        planned = [("kill-worker", SAVED_STEP)]
-        found = [compare(*histories, rules=rules, num_steps=STEPS, planned=planned) for rules in (EXACT, ROUNDED)]
-        assert found[0].is_same == found[1].is_same, "at one number of workers both demand the same bits"
-        return found[0]
+        lives = (FIRST, before), (SECOND, ended.reports)
+        other = told(*lives, digest=ended.outcome.weights_digest, sizes=(1, size))
+        return read_history(whole), read_history(other)
+
+
+def judged(histories: tuple[History, History], rules: Rules = EXACT) -> Comparison:
+    return compare(*histories, rules=rules, num_steps=STEPS, planned=[("kill-worker", SAVED_STEP)])
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def processes() -> Iterator[Trio]:
+    processes = Trio(2)
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+def make_scene(processes: Trio, folder: Path, **changes: Any) -> Scene:
     """With dropout, a schedule that has not ended and loss scaling, so that every part matters."""
-    data, root = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("root")
+    data, root = folder / "data", folder / "root"
     write_numbered_rows(str(data), 200, sequence_length=16, validation_rows=12)
     settings = replace(
         make_settings(str(data), every_steps=SAVED_STEP, total_steps=STEPS),
         model=TINY_LLAMA.model_copy(update={"config": {**TINY_LLAMA.config, "attention_dropout": 0.2}}),
         optim=OptimConfig(lr=1e-2, warmup_steps=3, loss_scaling=True),
         trace_every=1,
+        **changes,
     )
-    process = Trio(1)
-    try:
-        process.make(settings, root, MutatedLoop(left_out=None))
-        whole = process.run(1)[0]
-        assert whole.outcome.kind is OutcomeKind.FINISHED, whole.outcome.cause
-        yield Scene(process=process, settings=settings, root=root, whole=whole, plan=plan_for(root, whole))
-    finally:
-        process.close()
+    processes.make(settings, root, MutatedLoop(left_out=None))
+    whole = processes.run(1)[0]
+    assert whole.outcome.kind is OutcomeKind.FINISHED, whole.outcome.cause
+    return Scene(process=processes, settings=settings, root=root, whole=whole, plan=plan_for(root, whole))
+
+
+@pytest.fixture(scope="module")
+def scene(processes: Trio, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(processes, tmp_path_factory.mktemp("scene"))
 
 
 def plan_for(root: Path, ended: Ended) -> RestorePlan:
@@ -126,10 +141,19 @@ def plan_for(root: Path, ended: Ended) -> RestorePlan:
 
 
 def test_a_whole_restore_is_the_same_run_to_the_bit(scene: Scene) -> None:
-    found = scene.resumed(None)
+    found = judged(scene.resumed(None))
     assert (found.is_same, found.first, found.problems) == (True, (), ())
     assert min(found.num_compared.values()) == STEPS
     assert EXACT.keys() - found.num_compared.keys() == {EVALUATION, OWN}, "a quantity was not compared"
+
+
+def test_where_bits_are_promised_twice_the_ranks_make_the_same_run_in_every_quantity(
+    processes: Trio, tmp_path: Path
+) -> None:
+    found = judged(make_scene(processes, tmp_path, reproducible=True).resumed(None, size=2))
+    assert (found.is_same, found.first, found.problems) == (True, (), ())
+    assert found.world_differs_at == SAVED_STEP + 1
+    assert found.num_compared[RNG] == found.num_compared[OPTIMIZER] == STEPS
 
 
 SEEN_BY: dict[Part, set[str]] = {
@@ -144,9 +168,12 @@ SEEN_BY: dict[Part, set[str]] = {
 
 @pytest.mark.parametrize("left_out", PARTS)
 def test_what_a_restore_leaves_out_is_found_at_the_first_step_after_it(scene: Scene, left_out: Part) -> None:
-    found = scene.resumed(left_out)
-    assert not found.is_same
-    assert found.first[0].step == SAVED_STEP + 1
-    assert {one.quantity.field for one in found.first} >= SEEN_BY[left_out]
-    assert found.last_strike is not None
-    assert found.last_strike.verb == "kill-worker"
+    """At one number of workers both modes demand the same bits."""
+    histories = scene.resumed(left_out)
+    for rules in (EXACT, ROUNDED):
+        found = judged(histories, rules)
+        assert not found.is_same
+        assert found.first[0].step == SAVED_STEP + 1
+        assert {one.quantity.field for one in found.first} >= SEEN_BY[left_out]
+        assert found.last_strike is not None
+        assert found.last_strike.verb == "kill-worker"
