@@ -377,3 +377,42 @@ def test_each_rank_gets_its_own_state_and_random_numbers_back_and_an_average_is_
     fresh = OwnState(1)
     assert first[1][position:draws] == (101, fresh.values.tolist(), int(fresh.generator.get_state().sum()))
     assert first[1][draws] != first[0][draws]
+
+
+def train_holding_progress(session: Session) -> None:
+    """Keeps the Progress that it was given, and its own count beside it."""
+    state = session.build(make_model=NoDropout, loss=mean_loss)
+    progress, begun_at = state.progress, state.progress.step
+    own = 0
+    for step in session.steps():
+        for leaf in step.leaves():
+            step.backward(leaf, session.loss(leaf))
+        step.apply()
+        session.step_end(step)
+        own += 1
+    session.drain()
+    if state.progress is not progress or progress.step != begun_at + own:
+        raise ValueError(f"{own} steps after {begun_at} the progress that the loop holds says {progress.step}")
+
+
+def test_steps_and_tokens_count_on_through_three_processes(
+    pair: Trio, settings: WorkerSettings, tmp_path: Path
+) -> None:
+    """B28: 30 steps and 30 x batch x length, not 10 or 20."""
+    plan = None
+    chains = []
+    for life, until in enumerate((10, 20, 30)):
+        if life:
+            pair.replace(0)
+        pair.processes[0].make(replace(settings, total_steps=until), tmp_path, train_holding_progress)
+        ended = pair.run(1, restore=plan)
+        assert_finished(ended)
+        assert [report.step for report in ended[0].reports] == list(range(until - 9, until + 1))
+        chains.append([report.sample_chain for report in ended[0].reports])
+        plan = plan_of(tmp_path, ended, until)
+    last = ended[0].reports[-1]
+    assert (last.step, last.position, last.tokens) == (30, 30 * 8, 30 * 8 * 16)
+    pair.processes[0].make(replace(settings, total_steps=30), tmp_path, train_holding_progress)
+    unbroken = pair.run(1)[0].reports
+    assert [report.sample_chain for report in unbroken] == [chain for part in chains for chain in part]
+    assert unbroken[-1].tokens == last.tokens
