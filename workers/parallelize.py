@@ -20,7 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from workers.config import ActivationCheckpointConfig, ModelConfig, Reproducible
-from workers.errors import NotReproducible
 from workers.exact_norm import exact_norm
 from workers.invariance import Invariance, require_invariant_modules
 from workers.replicated import compute_in, is_first_replica, sum_gradients
@@ -67,11 +66,6 @@ def parallelize(
     model: nn.Module, config: ModelConfig, mesh: DeviceMesh, *, reproducible: Reproducible = False
 ) -> nn.Module:
     """Shard ``model`` over ``mesh`` in place, or leave it whole on every rank. A world of one takes the same path."""
-    if reproducible == "exact" and config.parallelism == "hsdp":
-        raise NotReproducible(
-            "model.parallelism hsdp sums gradients within replicas first, which is no fold in leaf order; use fsdp or "
-            "ddp, or reproducible: true"
-        )
     if reproducible:
         require_invariant_modules(model)
     compute = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.compute_dtype]
