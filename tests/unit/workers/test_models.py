@@ -45,13 +45,14 @@ def sharded(mesh: DeviceMesh, config: ModelConfig, seed: int = 0) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
 @pytest.mark.parametrize("settings", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, GPT2, GEMMA])
-def test_a_sharded_model_computes_what_a_plain_one_with_its_weights_does(
-    mesh: DeviceMesh, settings: dict[str, object]
+def test_a_model_of_a_world_computes_what_a_plain_one_with_its_weights_does(
+    mesh: DeviceMesh, settings: dict[str, object], parallelism: str
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = sharded(mesh, ModelConfig.model_validate({"config": settings})).eval()
+    model = sharded(mesh, ModelConfig.model_validate({"config": settings, "parallelism": parallelism})).eval()
     plain_settings = dict(settings)
     config = AutoConfig.for_model(str(plain_settings.pop("model_type")), **plain_settings)
     plain = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
@@ -91,10 +92,21 @@ def test_weights_follow_the_seed_and_nothing_else(mesh: DeviceMesh) -> None:
     assert not torch.equal(*layers)
 
 
-def test_ties_survive_copy_sharding_and_memory(mesh: DeviceMesh) -> None:
-    model = sharded(mesh, ModelConfig.model_validate({"config": {**LLAMA, "tie_word_embeddings": True}}))
+@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
+def test_ties_survive_copy_sharding_and_memory(mesh: DeviceMesh, parallelism: str) -> None:
+    tied = {**LLAMA, "tie_word_embeddings": True}
+    model = sharded(mesh, ModelConfig.model_validate({"config": tied, "parallelism": parallelism}))
     assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
     assert [name for name, _ in named_parameters(model)].count("lm_head.weight") == 0
+
+
+def test_weights_from_scratch_do_not_depend_on_how_they_are_held(mesh: DeviceMesh) -> None:
+    first, other = (
+        dict(named_parameters(sharded(mesh, ModelConfig.model_validate({"config": LLAMA, "parallelism": how}), seed=1)))
+        for how in ("fsdp", "ddp")
+    )
+    assert first.keys() == other.keys()
+    assert all(torch.equal(whole(first[name]), whole(other[name])) for name in first)
 
 
 def test_a_copy_of_the_template_leaves_the_template_on_meta(mesh: DeviceMesh) -> None:
