@@ -29,8 +29,8 @@ from orchestrator.recorder import Recorder
 from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
 from orchestrator.worker_group import WorkerGroup
-from storage.errors import LeaseHeld, StorageError
-from storage.keys import Attempt
+from storage.errors import LeaseHeld, ProofFailed, StorageError
+from storage.keys import Attempt, StepKey
 from workers.contract import SkippedWindow
 
 __all__ = ["Aftermath"]
@@ -69,9 +69,12 @@ class Aftermath:
         self._wall_clock = wall_clock
         self._unlike_replicas = unlike_replicas
         self._counters: Counters = journal.counters()
+        self._unproven: StepKey | None = None  # quarantined for its probe, and no step was finished since
 
     def after(self, end: AttemptEnd, resume_url: str | None) -> Regroup | Stop:
         """``resume_url``: another Run's, where Checkpoints come from until this Run has one of its own."""
+        if self._recorder.steps_this_attempt:
+            self._unproven = None
         match end:
             case Finished():
                 return self._await_final_commit(end, resume_url)
@@ -273,9 +276,24 @@ class Aftermath:
         if root is None or root.corrupt_step is None:
             return None
         bad, key, why = root.corrupt_step, root.corrupt_key or "-", root.message
+        if root.error_type == ProofFailed.__name__:
+            if self._unproven is not None:
+                return _no_more_doubt(self._unproven, bad, why)
+            self._unproven = bad
         url = resume_url if self._recorder.num_commits == 0 else None
         try:
             return self._store.call(StoreUser.PLAN, lambda: self._coordinator.quarantine(bad, key, why, url))
         except StorageError as error:
             reason = f"{end.fault.detail}; taking it out of use failed: {error}"
             return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=reason)
+
+
+def _no_more_doubt(first: StepKey, second: StepKey, why: str) -> Stop:
+    """Digests of both are right: going on could take every good Checkpoint out of use because of a changed program."""
+    reason = (
+        f"the Checkpoints of steps {first.step} and {second.step} both fail their proof, although their bytes are "
+        "those that were committed: rather this program or machine computes something else than what saved them. "
+        f"Step {second.step} stays in use. Run the program that saved them; or, where it was changed on purpose, put "
+        f"step {first.step} back (raysume checkpoints quarantine --lift) and set checkpoint.proof: false. {why}"
+    )
+    return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=reason)

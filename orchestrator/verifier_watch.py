@@ -27,6 +27,11 @@ _LOOK_S: Final = 5.0
 _CLOSE_S: Final = 2.0
 _MAX_WAITING: Final = 256  # Commits remembered; the newest are verified first, and the rest found in the store again
 
+_DOUBT: Final = (
+    "the Checkpoints of steps {first} and {second} have the right digests, and neither gives what was recorded when it "
+    "is loaded here: rather this machine computes something else; step {second} stays in use"
+)
+
 Emit = Callable[..., None]
 
 
@@ -74,6 +79,7 @@ class VerifierWatch:
         self._waiting: dict[StepKey, tuple[float, int]] = {}  # since when, stored bytes
         self._port: VerifierPort | None = None
         self._num_lost = 0
+        self._unproven: StepKey | None = None  # quarantined though its digests are right, and none was good since
         self._is_known = False  # what earlier drivers left unverified
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="verifier", daemon=True)
@@ -127,14 +133,14 @@ class VerifierWatch:
         if not may_begin(self._config, load_per_core=self._load(), ages_s=ages):
             return True
         try:
-            self._verify_newest()
+            return self._verify_newest()
         except VerifierLost as error:
             return self._note_lost(error)
         except StorageError as error:
             _log.info("verifying waits for the store: %s", error)
         return True
 
-    def _verify_newest(self) -> None:
+    def _verify_newest(self) -> bool:
         port = self._ready_port()
         if not self._is_known:
             for earlier in port.unverified():
@@ -145,13 +151,13 @@ class VerifierWatch:
             key = max(self._waiting)
             since_s, stored_bytes = self._waiting[key]
         verdict = port.verify(key, verify_limit_s(stored_bytes))
-        if verdict is not None:
-            self._tell(verdict, self._monotonic() - since_s)
+        goes_on = True if verdict is None else self._tell(verdict, self._monotonic() - since_s)
         with self._lock:
             self._waiting.pop(key, None)
         self._num_lost = 0
+        return goes_on
 
-    def _tell(self, verdict: Verdict, age_s: float) -> None:
+    def _tell(self, verdict: Verdict, age_s: float) -> bool:
         key = verdict.key
         with self._lock:
             num_left = len(self._waiting.keys() - {key})
@@ -166,11 +172,17 @@ class VerifierWatch:
             "unverified": num_left,
         }
         if verdict.problem is None:
+            self._unproven = None
             self._emit("verified", attempt=key.attempt, step=key.step, **fields)
-            return
+            return True
         object_key, reason = verdict.problem
         self._emit("verify_failed", attempt=key.attempt, step=key.step, key=object_key, reason=reason, **fields)
+        if verdict.by == "load" and self._unproven is not None:
+            self._emit("verify_stopped", reason=_DOUBT.format(first=self._unproven.step, second=key.step))
+            return False
+        self._unproven = key if verdict.by == "load" else self._unproven
         self._quarantine(key, object_key, f"verified in the background: {reason}")
+        return True
 
     def _ready_port(self) -> VerifierPort:
         with self._lock:

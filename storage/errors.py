@@ -15,6 +15,7 @@ __all__ = [
     "MemoryUnreadable",
     "ObjectExists",
     "ObjectMissing",
+    "ProofFailed",
     "StorageError",
     "StoreRefused",
     "StoreUnavailable",
@@ -72,6 +73,13 @@ class CorruptCheckpoint(StorageError):
     def __str__(self) -> str:
         rank = "" if self.rank is None else f" (written by rank {self.rank})"
         return f"checkpoint of step {self.step}: {self.key}{rank}: {self.reason}"
+
+
+class ProofFailed(CorruptCheckpoint):
+    """Bytes that are those that were committed, yet not the state that was saved: the probe gives another loss.
+
+    ``key``: of its Manifest.
+    """
 
 
 class MemoryUnreadable(StorageError):

@@ -123,9 +123,7 @@ class MemorySaver:
         draft = make(snapshot, attempt=spec.attempt, step=step, rank=spec.rank, world_size=spec.world.size)
         until = math.inf if wait_s is None else started_at + wait_s
         probe_s = 0.0 if proof is None else proof.seconds
-        ticket = Ticket(
-            draft, self._stager.request(draft), ship=ship, until=until, bounded=bounded, stalled_s=probe_s
-        )
+        ticket = Ticket(draft, self._stager.request(draft), ship=ship, until=until, bounded=bounded, stalled_s=probe_s)
         del draft, snapshot
         ticket.add_stall(time.monotonic() - started_at)
         self._writer.submit(ticket, self._check)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from storage.errors import CorruptCheckpoint
+from storage.errors import ProofFailed
 from storage.sources import RestorePlan
 from workers.contract import AttemptSpec, ProofReport
 from workers.data_errors import DataError
@@ -34,7 +34,6 @@ __all__ = [
     "PROOF",
     "TOLERANCE",
     "Proof",
-    "ProofFailed",
     "ProofRecord",
     "agrees",
     "attach",
@@ -49,10 +48,6 @@ PROOF: Final = "proof"
 TOLERANCE: Final = 0.01
 """Relative, where another machine, device or version computes; 0 where nothing but the weights decides the bits."""
 _FLOOR: Final = 0.01  # below it a loss is compared as if it were this large: what is nearly 0 has no relative size
-
-
-class ProofFailed(CorruptCheckpoint):
-    """The restored weights do not give the loss that was recorded when they were saved. ``key``: its Manifest's."""
 
 
 class ProofRecord(BaseModel):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from storage.errors import ManifestMismatch
+from storage.errors import ManifestMismatch, ProofFailed
 from storage.object_store import ObjectStore
 from storage.restore import read_manifest
 from storage.sources import RestorePlan
@@ -26,7 +26,7 @@ from workers.loss_scaling import build_scaler
 from workers.models import ModelTemplate, instantiate, materialize, state_bytes
 from workers.optim import build_optimizer, build_scheduler
 from workers.probe import ProbeRows, environment_of, probe_loss
-from workers.proof import ProofFailed, agrees, read_record, tolerance_of
+from workers.proof import agrees, read_record, tolerance_of
 from workers.rank_trackers import saved_rank_trackers
 from workers.restore_match import section
 from workers.resume import RestoreReport, restore

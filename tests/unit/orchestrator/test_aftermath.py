@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from orchestrator.aftermath import Aftermath
-from orchestrator.attempt_run import Finished, Left
+from orchestrator.attempt_run import Broken, Finished, Left
 from orchestrator.config import FailureConfig, RunConfig, RunSettings
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
 from orchestrator.failure_history import FailureHistory
-from orchestrator.failure_policy import Counters
+from orchestrator.failure_policy import AttemptFacts, Counters, Fault, FaultKind
 from orchestrator.recorder import Recorder
-from storage.keys import Attempt
+from storage.keys import Attempt, StepKey
 from workers.config import DataConfig, ModelConfig
+from workers.contract import CauseKind, FailureCause
 
 STEPS = 100
 FINISHED = Finished(weights_digest="d", attempt=Attempt(number=2, nonce="abcd1234"), nodes=("a", "b"))
@@ -36,6 +37,7 @@ class Scene:
         self.noticed: dict[str, float] = {}
         self.blocked: dict[str, str] = {}
         self.lost: list[str] = []
+        self.quarantined: list[int] = []
         self.journal: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.looks = 0
@@ -88,6 +90,10 @@ class Scene:
     def wait_settled(self, step: int | None, timeout_s: float) -> bool:
         assert timeout_s == 0.0
         return step not in self.missing
+
+    def quarantine(self, key: StepKey, object_key: str, reason: str, url: str | None) -> None:
+        assert (object_key, reason, url) == ("manifests/x", "another loss", None)
+        self.quarantined.append(key.step)
 
     def living(self) -> frozenset[str]:
         return frozenset(self.living_nodes)
@@ -226,3 +232,44 @@ def test_it_is_known_before_which_preemption_ends_the_run(limit: int, are_last: 
     for is_last in are_last:
         assert scene.aftermath.is_next_preemption_last is is_last
         assert isinstance(scene.aftermath.after(LEFT, None), Stop) is is_last
+
+
+def unproven(step: int, error_type: str = "ProofFailed") -> Broken:
+    key = StepKey(step=step, attempt=Attempt(number=1, nonce="abcd1234"))
+    root = FailureCause(
+        kind=CauseKind.CORRUPT_CHECKPOINT, error_type=error_type, message="another loss", traceback="", rank=0, step=1,
+        corrupt_step=key, corrupt_key="manifests/x",
+    )  # fmt: skip
+    fault = Fault(kind=FaultKind.CORRUPT_CHECKPOINT, detail="rank 0: another loss", root=root)
+    return Broken(fault=fault, facts=AttemptFacts(), detected_at_s=0.0)
+
+
+def test_a_second_checkpoint_in_a_row_that_fails_its_proof_is_left_in_use_and_ends_the_run() -> None:
+    scene = Scene()
+    scene.recorder.steps_this_attempt = 0
+    assert isinstance(scene.aftermath.after(unproven(40), None), Regroup)
+    stop = scene.aftermath.after(unproven(30), None)
+    assert isinstance(stop, Stop)
+    assert stop.exit_code is ExitCode.CONFIG_ERROR
+    for word in ("steps 40 and 30", "Step 30 stays in use", "--lift", "checkpoint.proof: false", "another loss"):
+        assert word in stop.reason
+    assert scene.quarantined == [40]
+
+
+def test_once_steps_were_trained_from_a_checkpoint_that_was_proven_the_next_doubt_is_a_first_one_again() -> None:
+    scene = Scene()
+    scene.recorder.steps_this_attempt = 0
+    assert isinstance(scene.aftermath.after(unproven(40), None), Regroup)
+    scene.recorder.steps_this_attempt = 5
+    assert isinstance(scene.aftermath.after(LEFT, None), Regroup)
+    scene.recorder.steps_this_attempt = 0
+    assert isinstance(scene.aftermath.after(unproven(50), None), Regroup)
+    assert scene.quarantined == [40, 50]
+
+
+def test_damaged_bytes_are_quarantined_one_after_the_other() -> None:
+    scene = Scene()
+    scene.recorder.steps_this_attempt = 0
+    for step in (40, 30, 20):
+        assert isinstance(scene.aftermath.after(unproven(step, "CorruptCheckpoint"), None), Regroup)
+    assert scene.quarantined == [40, 30, 20]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,6 +126,35 @@ def test_a_failed_one_is_said_and_quarantined_and_not_verified_again() -> None:
     [(key, object_key, reason)] = bench.quarantined
     assert (key, object_key) == (key_of(10), "shards/x")
     assert "hash mismatch" in reason
+
+
+def test_a_second_one_in_a_row_that_only_its_load_speaks_against_stays_in_use() -> None:
+    """Else a machine that computes something else would take every Checkpoint of the run out of use."""
+    bench = Bench(lambda key: replace(bad(key), by="load"))
+    bench.watch.on_signal(committed(10))
+    assert bench.watch.look()
+    bench.watch.on_signal(committed(20))
+    assert not bench.watch.look()
+    assert [key.step for key, _, _ in bench.quarantined] == [10]
+    assert [event for event, _, _ in bench.events] == ["verify_failed", "verify_failed", "verify_stopped"]
+    assert "step 20 stays in use" in bench.events[-1][2]["reason"]
+
+
+def test_a_good_load_in_between_makes_the_next_doubt_a_first_one() -> None:
+    answers = {10: "load", 20: None, 30: "load"}
+    bench = Bench(lambda key: good(key) if answers[key.step] is None else replace(bad(key), by="load"))
+    for step in (10, 20, 30):
+        bench.watch.on_signal(committed(step))
+        assert bench.watch.look()
+    assert [key.step for key, _, _ in bench.quarantined] == [10, 30]
+
+
+def test_damaged_bytes_are_quarantined_one_after_the_other() -> None:
+    bench = Bench(bad)
+    for step in (10, 20, 30):
+        bench.watch.on_signal(committed(step))
+        assert bench.watch.look()
+    assert [key.step for key, _, _ in bench.quarantined] == [10, 20, 30]
 
 
 def test_one_that_was_quarantined_meanwhile_or_is_gone_is_left_alone() -> None:

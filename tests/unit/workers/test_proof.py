@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from storage.errors import ProofFailed
 from storage.keys import Attempt
 from storage.sources import MemorySource
 from tests.fakes.rank_processes import make_spec
@@ -31,7 +32,7 @@ from workers.failure_cause import classify
 from workers.loading import WarmParts
 from workers.names import named_parameters
 from workers.probe import probe_rows
-from workers.proof import Proof, ProofFailed, ProofRecord, agrees, attach, read_record, tolerance_of
+from workers.proof import Proof, ProofRecord, agrees, attach, read_record, tolerance_of
 from workers.rng import capture_rng
 from workers.snapshot import capture
 from workers.state import TrainingState

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from storage.commit_log import CommitLog
 from storage.config import CheckpointConfig
 from storage.direct import DirectKeeper
+from storage.errors import ProofFailed
 from storage.keys import Attempt
 from storage.memory_store import MemoryStore
 from storage.sources import RestorePlan
@@ -30,7 +31,7 @@ from workers.loss import mean_token_loss
 from workers.models import ModelTemplate, instantiate
 from workers.names import named_parameters
 from workers.parallelize import clip_gradients
-from workers.proof import Proof, ProofFailed, ProofRecord, attach
+from workers.proof import Proof, ProofRecord, attach
 from workers.settings import WorkerSettings
 from workers.side_by_side import ResumeDiffers
 from workers.snapshot import Capture, capture
