@@ -1,7 +1,8 @@
 """Reads token rows of a dataset from any object store by range, with bounded memory and every id checked.
 
-A row group is fetched whole, verified, checked against the vocabulary and kept among the few most recently used. One
-thread at a time reads; a copy sent to another process opens the store anew. Opening files is `row_group_files`.
+A row group is fetched whole, verified, checked against the vocabulary and kept among the few most recently used. Those
+of one call come beside each other from a remote store; one call is served at a time. A copy sent to another process
+opens the store anew. Opening files is `row_group_files`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +30,13 @@ __all__ = ["CACHED_ROW_GROUPS", "TokenDataset", "cached_groups"]
 Ids = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int64]
 _Stored = npt.NDArray[np.integer]
+_Group = tuple[DataFile, int]
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 CACHED_ROW_GROUPS: Final = 32
+READS_AT_ONCE: Final = 8
+"""Row groups of one leaf that are fetched beside each other from a store that is reached over a network."""
 # A file is kept open for its footer, which takes about 1 KiB a row group of Parquet, a sixteenth of that of Arrow.
 OPEN_FOOTERS_KIB: Final = 16 << 10
 
@@ -49,9 +56,11 @@ class TokenDataset:
         split: Split,
         config: StoreConfig | None = None,
         cached_row_groups: int = CACHED_ROW_GROUPS,
+        reads_at_once: int | None = None,
     ) -> None:
         self.url, self.card, self.split = url, card, split
         self._config = config or StoreConfig()
+        self._reads_at_once = reads_at_once or (READS_AT_ONCE if _is_remote(url) else 1)
         self._cached_row_groups = cached_row_groups
         self._store = open_store(url, self._config)
         self._files = card.files_of(split)
@@ -71,7 +80,14 @@ class TokenDataset:
         return cls(url, card, split, config)
 
     def __reduce__(self) -> tuple[Callable[..., TokenDataset], tuple[object, ...]]:
-        return TokenDataset, (self.url, self.card, self.split, self._config, self._cached_row_groups)
+        return TokenDataset, (
+            self.url,
+            self.card,
+            self.split,
+            self._config,
+            self._cached_row_groups,
+            self._reads_at_once,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -113,28 +129,40 @@ class TokenDataset:
             row_group, row = divmod(row_id - self._first_rows[file_index], self.card.row_group_rows)
             wanted.setdefault((file_index, row_group), []).append((place, row))
         with self._one_at_a_time:
-            for (file_index, row_group), pairs in wanted.items():
-                tokens = self._row_group(self._files[file_index], row_group)
-                places, rows = zip(*pairs, strict=True)
-                result[list(places)] = tokens[list(rows)]
+            in_order = list(wanted)
+            for first in range(0, len(in_order), self._reads_at_once):
+                together = in_order[first : first + self._reads_at_once]
+                groups = [(self._files[index], number) for index, number in together]
+                for key, tokens in zip(together, self._row_groups_of(groups), strict=True):
+                    places, rows = zip(*wanted[key], strict=True)
+                    result[list(places)] = tokens[list(rows)]
         return result
 
-    def _row_group(self, file: DataFile, row_group: int) -> _Stored:
-        key = (file.name, row_group)
-        cached = self._row_groups.get(key)
-        if cached is not None:
+    def _row_groups_of(self, groups: Sequence[_Group]) -> list[_Stored]:
+        """These few row groups, those that are not kept read at once."""
+        missing = [(file, number) for file, number in groups if (file.name, number) not in self._row_groups]
+        files = self._files_of({file.name: file for file, _ in missing}.values())
+        read = self._at_once(lambda group: self._read(files[group[0].name], *group), missing)
+        found = {(file.name, number): tokens for (file, number), tokens in zip(missing, read, strict=True)}
+        for key in [(file.name, number) for file, number in groups]:
+            if key not in found:
+                found[key] = self._row_groups[key]
+            self._row_groups[key] = found[key]
             self._row_groups.move_to_end(key)
-            return cached
-        tokens = self._read(file, row_group)
-        self._check_ids(file, row_group, tokens)
-        self._row_groups[key] = tokens
-        if len(self._row_groups) > self._cached_row_groups:
+        while len(self._row_groups) > self._cached_row_groups:
             self._row_groups.popitem(last=False)
-        return tokens
+        return [found[file.name, number] for file, number in groups]
 
-    def _read(self, file: DataFile, row_group: int) -> _Stored:
+    def _at_once(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+        if len(items) < 2 or self._reads_at_once == 1:
+            return [work(item) for item in items]
+        # Threads of this call alone: none is left of a dataset that nobody reads any more.
+        with ThreadPoolExecutor(len(items), thread_name_prefix="data-read") as pool:
+            return list(pool.map(work, items))
+
+    def _read(self, opened: RowGroupFile, file: DataFile, row_group: int) -> _Stored:
         row_length = self.card.sequence_length + 1
-        flat = self._file(file).read(row_group)
+        flat = opened.read(row_group)
         expected = min(self.card.row_group_rows, file.rows - row_group * self.card.row_group_rows)
         if flat.dtype.kind not in "iu" or flat.size != expected * row_length:
             raise DataError(
@@ -142,7 +170,9 @@ class TokenDataset:
                 file.name,
                 row_group=row_group,
             )
-        return flat.reshape(expected, row_length)
+        tokens = flat.reshape(expected, row_length)
+        self._check_ids(file, row_group, tokens)
+        return tokens
 
     def _check_ids(self, file: DataFile, row_group: int, tokens: _Stored) -> None:
         vocab_size = self.card.vocab_size
@@ -156,18 +186,27 @@ class TokenDataset:
             row_group,
         )
 
-    def _file(self, file: DataFile) -> RowGroupFile:
-        opened = self._open.get(file.name)
-        if opened is not None:
-            self._open.move_to_end(file.name)
-            return opened
-        opened = open_row_groups(self._store, file, deadline_s=self._config.deadline_s)
-        self._open[file.name] = opened
-        self._open_kib += _footer_kib(file)
+    def _files_of(self, files: Collection[DataFile]) -> dict[str, RowGroupFile]:
+        """These few files, opened where they are not."""
+        closed = [file for file in files if file.name not in self._open]
+        opened = self._at_once(
+            lambda file: open_row_groups(self._store, file, deadline_s=self._config.deadline_s), closed
+        )
+        for file, one in zip(closed, opened, strict=True):
+            self._open[file.name] = one
+            self._open_kib += _footer_kib(file)
+        found = {file.name: self._open[file.name] for file in files}
+        for name in found:
+            self._open.move_to_end(name)
         while self._open_kib > OPEN_FOOTERS_KIB and len(self._open) > 1:
-            closed, _ = self._open.popitem(last=False)
-            self._open_kib -= _footer_kib(self._by_name[closed])
-        return opened
+            name, _ = self._open.popitem(last=False)
+            self._open_kib -= _footer_kib(self._by_name[name])
+        return found
+
+
+def _is_remote(url: str) -> bool:
+    scheme, separator, _ = url.partition("://")
+    return bool(separator) and scheme not in ("file", "memory")
 
 
 def _footer_kib(file: DataFile) -> int:

@@ -7,6 +7,9 @@ so each batch carries a digest of its tokens, its number and its type. What the 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import numpy as np
@@ -28,9 +31,11 @@ Stored = npt.NDArray[np.integer]
 BATCH_DIGEST: Final = b"raysume.xxh3_128"
 NUM_ROWS: Final = b"raysume.rows"
 
+_NOTHING: Final[Mapping[tuple[int, int], bytes]] = MappingProxyType({})
+
 
 class RowGroupFile(Protocol):
-    """One open file."""
+    """One open file; several threads may read it at a time."""
 
     def read(self, row_group: int) -> Stored:
         """All tokens of one row group, flat, in an array of its own. Raises DataError when they are not readable."""
@@ -39,10 +44,10 @@ class RowGroupFile(Protocol):
 
 def open_row_groups(store: ObjectStore, file: DataFile, *, deadline_s: float) -> RowGroupFile:
     """The file that the card describes. Raises DataError when it is missing, damaged or of other rows."""
-    source = pa.PythonFile(_RangedFile(store, file, deadline_s), mode="r")
+    kind = _ArrowFile if file.name.endswith(".arrow") else _ParquetFile
     try:
-        opened = _ArrowFile(source, file) if file.name.endswith(".arrow") else _ParquetFile(source, file)
-        found = opened.shape()
+        opened: _ArrowFile | _ParquetFile = kind(store, file, deadline_s)
+        found = opened.shape
     except ObjectMissing as error:
         raise _missing(file) from error
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -64,16 +69,21 @@ def batch_digest(number: int, tokens: Stored) -> str:
 
 
 class _ParquetFile:
-    def __init__(self, source: pa.PythonFile, file: DataFile) -> None:
-        self._file = file
-        self._opened = pq.ParquetFile(source, page_checksum_verification=True)
+    """Keeps the parsed footer alone; each read has a file object of its own, which no other thread moves about in."""
 
+    def __init__(self, store: ObjectStore, file: DataFile, deadline_s: float) -> None:
+        self._file, self._source = file, partial(_RangedFile, store, file, deadline_s)
+        self._metadata = pq.ParquetFile(pa.PythonFile(self._source(), mode="r")).metadata
+
+    @property
     def shape(self) -> tuple[int, int]:
-        return self._opened.metadata.num_rows, self._opened.metadata.num_row_groups
+        return self._metadata.num_rows, self._metadata.num_row_groups
 
     def read(self, row_group: int) -> Stored:
         try:
-            column = self._opened.read_row_group(row_group, columns=["tokens"]).column("tokens")
+            source = pa.PythonFile(self._source(), mode="r")
+            opened = pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True)
+            column = opened.read_row_group(row_group, columns=["tokens"]).column("tokens")
             tokens: Stored = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
         except ObjectMissing as error:
             raise _missing(self._file) from error
@@ -83,17 +93,20 @@ class _ParquetFile:
 
 
 class _ArrowFile:
-    def __init__(self, source: pa.PythonFile, file: DataFile) -> None:
-        self._file = file
-        self._opened = pyarrow.ipc.open_file(source)
+    """Keeps the bytes of the footer; each read opens the file anew from them, for a reader is one thread's."""
 
-    def shape(self) -> tuple[int, int]:
-        metadata = self._opened.schema.metadata or {}
-        return int(metadata.get(NUM_ROWS, b"-1")), self._opened.num_record_batches
+    def __init__(self, store: ObjectStore, file: DataFile, deadline_s: float) -> None:
+        self._file, self._source = file, partial(_RangedFile, store, file, deadline_s)
+        first = self._source()
+        opened = pyarrow.ipc.open_file(pa.PythonFile(first, mode="r"))
+        self._footer = first.fetched
+        metadata = opened.schema.metadata or {}
+        self.shape = int(metadata.get(NUM_ROWS, b"-1")), opened.num_record_batches
 
     def read(self, row_group: int) -> Stored:
         try:
-            found = self._opened.get_batch_with_custom_metadata(row_group)
+            opened = pyarrow.ipc.open_file(pa.PythonFile(self._source(self._footer), mode="r"))
+            found = opened.get_batch_with_custom_metadata(row_group)
             found.batch.validate(full=True)
             # A copy: the batch is a window into all the bytes that were read for it.
             tokens: Stored = found.batch.column("tokens").flatten().to_numpy(zero_copy_only=False).copy()
@@ -118,10 +131,16 @@ def _missing(file: DataFile) -> DataError:
 
 
 class _RangedFile(io.RawIOBase):
-    """An object of known size as a file that fetches exactly what is read."""
+    """An object of known size as a file that fetches exactly what is read, and nothing that was ``known`` before.
 
-    def __init__(self, store: ObjectStore, file: DataFile, deadline_s: float) -> None:
+    ``fetched``: what was, by offset and length.
+    """
+
+    def __init__(
+        self, store: ObjectStore, file: DataFile, deadline_s: float, known: Mapping[tuple[int, int], bytes] = _NOTHING
+    ) -> None:
         self._store, self._key, self._size, self._deadline_s = store, file.name, file.size, deadline_s
+        self._known, self.fetched = known, dict[tuple[int, int], bytes]()
         self._offset = 0
 
     def readable(self) -> bool:
@@ -143,6 +162,9 @@ class _RangedFile(io.RawIOBase):
         length = left if size is None or size < 0 else min(size, left)
         if not length:
             return b""
-        data = self._store.get_range(self._key, self._offset, length, deadline_s=self._deadline_s)
+        data = self._known.get((self._offset, length))
+        if data is None:
+            data = self._store.get_range(self._key, self._offset, length, deadline_s=self._deadline_s)
+            self.fetched[self._offset, length] = data
         self._offset += len(data)
         return data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +207,43 @@ def test_one_request_reads_one_row_group_and_nothing_else(
     dataset.rows([32, 50, 63])
     assert len(asked) == 1
     assert asked[0] < card.files[0].size * 0.6
+
+
+@pytest.mark.parametrize("data_format", ["parquet", "arrow"])
+def test_row_groups_of_a_remote_store_are_fetched_beside_each_other(
+    data_format: DataFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read waits until three are under way, of one file and of several."""
+    url = f"memory://at-once-{data_format}"
+    write_numbered_rows(url, 24, data_format=data_format)
+    dataset = TokenDataset(url, load_card(open_store(url)), "train", cached_row_groups=2, reads_at_once=3)
+    assert dataset.rows([0, 8, 16])[:, 0].tolist() == [0, 8, 16]
+    all_under_way, get_range = threading.Barrier(3), MemoryStore.get_range
+
+    def together(store: MemoryStore, key: str, offset: int, length: int, *, deadline_s: float = 60.0) -> bytes:
+        all_under_way.wait(30.0)
+        return get_range(store, key, offset, length, deadline_s=deadline_s)
+
+    monkeypatch.setattr(MemoryStore, "get_range", together)
+    assert dataset.rows([7, 4, 12, 20])[:, 0].tolist() == [7, 4, 12, 20]
+    assert dataset.rows([3, 8, 17, 1])[:, 0].tolist() == [3, 8, 17, 1]
+    assert dataset.cached_bytes == 2 * 4 * 5 * 2
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("data-read_")]
+
+
+def test_of_several_reads_at_once_the_first_error_is_raised() -> None:
+    url = "memory://at-once-error"
+    write_numbered_rows(url, 24)
+    dataset = TokenDataset(url, load_card(open_store(url)), "train", reads_at_once=3)
+    open_store(url).delete(["train-00001.parquet", "train-00002.parquet"])
+    with pytest.raises(DataError, match=r"train-00001\.parquet: the file is missing"):
+        dataset.rows([0, 8, 16])
+
+
+def test_only_a_remote_store_is_read_with_several_threads() -> None:
+    card = write_numbered_rows("memory://threads-of-a-url", 8)
+    urls = ("s3://b/x", "gs://b/x", "/tmp/x", "file:///tmp/x", "memory://x")
+    assert [TokenDataset(url, card, "train")._reads_at_once for url in urls] == [8, 8, 1, 1, 1]
 
 
 def test_a_file_with_other_rows_than_the_card_says_is_refused(tmp_path: Path) -> None:

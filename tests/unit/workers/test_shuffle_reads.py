@@ -14,9 +14,10 @@ from storage.memory_store import MemoryStore
 from storage.open_store import open_store
 from workers.config import DataConfig
 from workers.dataset import TokenDataset
-from workers.dataset_card import DataFormat, DatasetCard, SourceSummary
+from workers.dataset_card import DataFile, DataFormat, DatasetCard, SourceSummary
 from workers.dataset_mix import open_rows
 from workers.dataset_writer import DatasetWriter
+from workers.row_group_files import RowGroupFile
 from workers.stream import LeafStream
 
 ROW_GROUPS, GROUP_ROWS, SEQUENCE_LENGTH = 120, 8, 1023
@@ -49,10 +50,10 @@ class Reads:
             self.num_bytes += length
             return get_range(store, key, offset, length, deadline_s=deadline_s)
 
-        def seen(dataset: TokenDataset, file: object, row_group: int) -> object:
-            self.groups[file.name, row_group] += 1  # type: ignore[attr-defined]
+        def seen(dataset: TokenDataset, opened: RowGroupFile, file: DataFile, row_group: int) -> object:
+            self.groups[file.name, row_group] += 1
             self.most_kept = max(self.most_kept, dataset.cached_bytes)
-            return read(dataset, file, row_group)  # type: ignore[arg-type]
+            return read(dataset, opened, file, row_group)
 
         monkeypatch.setattr(MemoryStore, "get_range", counted)
         monkeypatch.setattr(TokenDataset, "_read", seen)
