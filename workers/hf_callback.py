@@ -33,7 +33,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from storage.config import CheckpointConfig
 from storage.errors import CorruptCheckpoint
 from workers.errors import LoopMisused
+from workers.hf_batches import FetchedBatches
 from workers.hf_state import (
+    BATCHES,
     LOOP,
     TRAINER,
     LoopTracker,
@@ -98,6 +100,7 @@ class RaysumeCallback(TrainerCallback):
         self._ranks: Ranks | None = None
         self._found: Found | None = None
         self._told_to_stop = False
+        self._batches = FetchedBatches()
         self._begin()
 
     def _begin(self) -> None:
@@ -111,6 +114,7 @@ class RaysumeCallback(TrainerCallback):
         self._global_batch = 0
         self._step_began_at_s = 0.0
         self._facts: StepFacts | None = None
+        self._batches.detach()
 
     # -- what a script calls ----------------------------------------------------------------------------------------
 
@@ -137,6 +141,7 @@ class RaysumeCallback(TrainerCallback):
             self._ranks = Ranks(_GROUP_TIMEOUT_S)
         self._begin()
         self._trainer = trainer
+        self._batches.attach(trainer)
         self._checkpoints = LoopCheckpoints(self._url, self._ranks, keep=self._keep, config=self._config)
         self._found = found = self._checkpoints.newest()
         if found is None:
@@ -181,12 +186,14 @@ class RaysumeCallback(TrainerCallback):
             optimizer=inner_optimizer(optimizer),
             scheduler=lr_scheduler,
             trackers={TRAINER: self._tracker},
-            rank_trackers={LOOP: LoopTracker(trainer)},
+            rank_trackers={LOOP: LoopTracker(trainer), BATCHES: self._batches},
             scaler=getattr(trainer.accelerator, "scaler", None),
         )
         if self._found is not None:
             checkpoints.restore(self._training, self._found, seed=args.seed)
             self._rng = capture_rng(ranks.rank)
+            if not self._tracker.is_between_steps:
+                self._batches.when_handed_out(self._restore_random_state)
         if ranks.rank != 0:
             self._training.trackers = {}  # rank 0's is saved for all; times in the others' log lines differ
         self._saves = LoopSaves(checkpoints, ranks, self._trigger, self._take, config=self._config)
@@ -195,6 +202,7 @@ class RaysumeCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._batches.begin_epoch()
         if self._rng is None or self._tracker is None:
             return
         # Not all samplers inside are told of the epoch by a loader whose first batches are skipped.
@@ -216,7 +224,13 @@ class RaysumeCallback(TrainerCallback):
             raise TrainingStopped(state.global_step)
         self._step_began_at_s = time.monotonic()
 
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._batches.computed()
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._batches.computed()
         self._facts = StepFacts(step=state.global_step, step_s=time.monotonic() - self._step_began_at_s)
 
     def on_log(
@@ -251,6 +265,7 @@ class RaysumeCallback(TrainerCallback):
             return
         self._tracker.is_between_steps = False
         self._saves.finish(state.global_step, self._facts)
+        self._batches.detach()
 
     # -- parts ------------------------------------------------------------------------------------------------------
 

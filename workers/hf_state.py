@@ -21,11 +21,21 @@ from workers.plain_state import from_plain
 from workers.restore_match import section
 from workers.save_trigger import SaveTrigger
 
-__all__ = ["TRAINER", "LoopTracker", "TrainerTracker", "data_identity", "saved_fields", "write_state_file"]
+__all__ = [
+    "BATCHES",
+    "LOOP",
+    "TRAINER",
+    "LoopTracker",
+    "TrainerTracker",
+    "data_identity",
+    "saved_fields",
+    "write_state_file",
+]
 
 TRAINER = "trainer"
 """The name of the tracker that every rank has the same of."""
-LOOP = "loop"
+LOOP, BATCHES = "loop", "batches"
+"""The names of those that each rank has its own of."""
 _STATE_FILE = "trainer_state.json"
 _SUMMARY = "train_runtime"  # only the summary that ends a call of train() has it
 _LOOP_FIELDS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")

@@ -41,6 +41,14 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
+def mask(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A collator that draws, as one for masked language models does."""
+    rows = torch.stack([sample["input_ids"] for sample in samples])
+    rate = float(os.environ.get(DROPOUT, "0.1"))
+    masked = torch.where(torch.rand(rows.shape) < rate, torch.zeros_like(rows), rows)
+    return {"input_ids": masked, "labels": rows}
+
+
 def make_model() -> GPT2LMHeadModel:
     """With dropout, as GPT-2 has it, unless the environment says otherwise."""
     torch.manual_seed(0)
@@ -125,6 +133,7 @@ def main(url: str, log: str, end: str = "") -> None:
         args=make_arguments(Path(log).with_suffix(".d")),
         train_dataset=Rows(),
         eval_dataset=Rows(8, seed=6),
+        data_collator=mask,
         callbacks=[Recorder(Path(log), Path(url), end)],
     )
     RaysumeCallback(url, every_steps=2).train(trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.trainer_utils import IntervalStrategy
 from storage.commit_log import CommitLog
 from storage.errors import StorageError
 from storage.local_store import LocalStore
-from tests.fakes.hf_script import Rows, make_arguments, make_model
+from tests.fakes.hf_script import Rows, make_arguments, make_model, mask
 from workers.errors import LoopMisused
 from workers.hf_callback import RaysumeCallback
 
@@ -43,13 +44,16 @@ def train(folder: Path, max_steps: int, *, rows: int = 44, **changes: Any) -> tu
     return trainer, lines
 
 
-def make_trainer(folder: Path, *callbacks: Any, rows: int = 44, **changes: Any) -> Trainer:
+def make_trainer(
+    folder: Path, *callbacks: Any, rows: int = 44, collate: Callable[[Any], Any] | None = None, **changes: Any
+) -> Trainer:
     settings = {"lr_scheduler_type": "constant", "eval_strategy": "no", **changes}
     return Trainer(
         model=make_model(),
         args=make_arguments(folder / "out", **settings),
         train_dataset=Rows(rows),
         eval_dataset=Rows(8, seed=6),
+        data_collator=collate,
         callbacks=list(callbacks),
     )
 
@@ -98,6 +102,15 @@ def test_the_log_line_after_a_resume_is_the_mean_over_all_its_steps(tmp_path: Pa
     train(tmp_path, 7, logging_steps=5)
     _, rest = train(tmp_path, STEPS, logging_steps=5)
     assert rest.losses == {10: whole.losses[10]}
+
+
+@pytest.mark.parametrize("end", [4, PER_EPOCH, 9])
+def test_what_a_collator_drew_ahead_of_the_step_is_not_drawn_again(end: int, tmp_path: Path) -> None:
+    _, whole = train(tmp_path / "whole", STEPS, collate=mask)
+    train(tmp_path, end, collate=mask)
+    trainer, rest = train(tmp_path, STEPS, collate=mask)
+    assert rest.losses == {step: line for step, line in whole.losses.items() if step > end}
+    assert "get_train_dataloader" not in vars(trainer)
 
 
 def test_the_best_metric_survives_and_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
