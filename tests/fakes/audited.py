@@ -17,7 +17,9 @@ def audit_of(receipts: Iterable[Receipt], reports: Iterable[StepReport], step: i
     """Of the save of ``step``; ``reports`` are rank 0's, of the Attempt that made it."""
     told = {report.step: report for report in reports}
     ledger = LedgerRange(position=told[step].position, sample_chain=told[step].sample_chain)
-    saved = [receipt for receipt in receipts if receipt.step == step]
+    of_step = [receipt for receipt in receipts if receipt.step == step]
+    newest = max(receipt.attempt.number for receipt in of_step)  # a process keeps those of earlier Attempts too
+    saved = [receipt for receipt in of_step if receipt.attempt.number == newest]
     manifest = merge_receipts(saved, time_utc="2026-01-01T00:00:00Z", metadata={}, ledger=ledger)
     record = record_of(manifest)
     assert record.ledger is not None, "the state of a real rank has no ledger"
