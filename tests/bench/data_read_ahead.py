@@ -117,7 +117,8 @@ def _compute(rounds: int) -> None:
 
 def _rounds_of(seconds: float) -> int:
     """How many rounds take about so long here."""
-    began_s, rounds = time.perf_counter(), 50
+    _compute(50)  # the first rounds start what torch needs
+    began_s, rounds = time.perf_counter(), 200
     _compute(rounds)
     return max(1, round(rounds * seconds / (time.perf_counter() - began_s)))
 

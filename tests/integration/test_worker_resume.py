@@ -19,8 +19,10 @@ from storage.sources import RestorePlan, ShardLocation
 from tests.fakes.rank_processes import Ended, Trio
 from tests.fakes.token_datasets import write_numbered_rows
 from tests.fakes.worker_settings import make_settings
+from workers.config import SourceConfig
 from workers.contract import CauseKind, OutcomeKind
 from workers.session import Session
+from workers.settings import WorkerSettings
 
 STEPS = 6
 
@@ -117,6 +119,35 @@ def test_another_model_is_refused_by_name_and_other_data_too(trio: Trio, data_ur
     assert (cause.kind, cause.error_type) == (CauseKind.DATA, "DatasetChanged")
     assert "seed" in cause.message
     assert trio.run(1, restore=plan, data_override=True)[0].outcome.kind is OutcomeKind.FINISHED
+
+
+def test_a_mix_goes_on_at_another_world_size_and_a_changed_weight_is_refused_by_name_or_recorded(
+    trio: Trio, tmp_path: Path
+) -> None:  # the kind of case B49
+    urls = [str(tmp_path / name) for name in ("wiki", "code")]
+    write_numbered_rows(urls[0], 60, sequence_length=16, vocab_size=200, validation_rows=4)
+    write_numbered_rows(urls[1], 40, sequence_length=16, vocab_size=200, first_token=100, data_format="arrow")
+    plain = make_settings(urls[0], every_steps=2, total_steps=4)
+
+    def mixed(weight: float) -> WorkerSettings:
+        sources = (SourceConfig(url=urls[0], weight=weight), SourceConfig(url=urls[1]))
+        changes = {"url": "", "sources": sources, "shuffle": "blocks", "shuffle_window_groups": 2}
+        return replace(plain, data=plain.data.model_copy(update=changes))
+
+    trio.make(mixed(3), tmp_path)
+    unbroken = trio.run(2)
+    plan = plan_for(tmp_path, unbroken, 2)
+    resumed = trio.run(3, restore=plan)
+    assert [r.sample_chain for r in resumed[0].reports] == [r.sample_chain for r in unbroken[0].reports[2:]]
+    trio.make(mixed(2), tmp_path)
+    cause = trio.run(1, restore=plan)[0].outcome.cause
+    assert (cause.kind, cause.error_type) == (CauseKind.DATA, "DatasetChanged")
+    assert "sources.wiki.weight (saved 3, now 2)" in cause.message
+    ended = trio.run(1, restore=plan, data_override=True)
+    assert ended[0].outcome.kind is OutcomeKind.FINISHED
+    receipts = [receipt for receipt in ended[0].receipts if receipt.step == 4 and receipt.shared_state is not None]
+    trackers: Any = receipts[-1].shared_state["trackers"]
+    assert trackers["data"]["overrides"] == [{"field": "sources.wiki.weight", "saved": "3", "now": "2"}]
 
 
 class Bigram(nn.Module):
