@@ -134,6 +134,20 @@ def plot(results: Mapping[tuple[str, str, str], Sequence[Kill]], path: Path) -> 
     pyplot.close(figure)
 
 
+def write(
+    path: Path,
+    results: Mapping[tuple[str, str, str], Sequence[Kill]],
+    failures: Sequence[str],
+    cold: cold_start.ColdStart | None,
+) -> None:
+    """All that was measured so far, as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"name": key, **summary(kills)} for key, kills in results.items() if kills]
+    path.write_text(
+        json.dumps({"rows": rows, "failures": failures, "everything_dead": cold and asdict(cold)}, indent=1)
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=5, help="kills of each contestant (default 5)")
@@ -159,17 +173,14 @@ def main() -> None:
             detail = f"{kill.seconds:7.2f} s, {kill.lost_steps} steps lost"
             more = f", {kill.tiers} {kill.phases}" if isinstance(kill, raysume.Recovery) else ""
             print(f"{', '.join(name):45} {detail}{more} (took {time.monotonic() - began:.0f} s)", flush=True)
+        write(options.out, results, failures, None)  # an hour's work is not to hang on its last row
     cold = cold_start.measure(kill_at=KILL_AT) if "everything dead".find(options.only) >= 0 else None
     print()
     print_table(results)
     if cold is not None:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in cold.parts.items())
         print(f"\neverything dead, object storage alone: {cold.seconds:.1f} s to the first new step ({parts})")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"name": key, **summary(kills)} for key, kills in results.items() if kills]
-    options.out.write_text(
-        json.dumps({"rows": rows, "failures": failures, "everything_dead": cold and asdict(cold)}, indent=1)
-    )
+    write(options.out, results, failures, cold)
     plot(results, options.out.with_suffix(".png"))
     print(f"\nwritten to {options.out} and {options.out.with_suffix('.png').name}")
     sys.exit(1 if failures else 0)

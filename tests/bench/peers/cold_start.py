@@ -75,7 +75,7 @@ def _life(scratch: Path, name: str, *, until: int | None, limit_s: float) -> lis
         while True:
             found = _read(events)
             steps = [event["step"] for event in found if event["event"] == "step"]
-            if steps and (until is None or steps[-1] >= until):
+            if steps and (steps[-1] >= until if until is not None else _has_told_where_from(found)):
                 return found
             if time.monotonic() > deadline or driver.poll() is not None:
                 raise TimeoutError(f"{name} life: see {scratch / f'{name}.log'}")
@@ -88,6 +88,11 @@ def _life(scratch: Path, name: str, *, until: int | None, limit_s: float) -> lis
             cluster.bury(cluster.kill_node(number))
         cluster.close()
         remove_arenas(cluster.started_node_ids)
+
+
+def _has_told_where_from(events: list[dict[str, Any]]) -> bool:
+    """Heartbeats tell it, which may come after the first step."""
+    return any(event["event"] == "restored" for event in events)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
