@@ -89,7 +89,7 @@ def _shard(
     model: nn.Module, blocks: list[nn.Module], compute: torch.dtype, mesh: DeviceMesh, reduce_dtype: torch.dtype
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
-    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0 or not parameter.numel()}
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=scalars)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=scalars)

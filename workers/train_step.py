@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from workers.errors import LoopMisused
@@ -127,7 +128,9 @@ class TrainStep:
 
     def _require_gradients(self, optimizer: Optimizer) -> None:
         """Nothing would train, and nothing would show it: FSDP2 does not find the tensors of just any output."""
-        if not any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        sharded = [parameter for parameter in trained if isinstance(parameter, DTensor)]
+        if not any(parameter.grad is not None for parameter in sharded or trained):
             raise LoopMisused(
                 f"step {self.number}: no parameter of the optimizer has a gradient. Call step.backward for every leaf; "
                 "the model must return tensors, alone or in a tuple, list, dict or registered dataclass"

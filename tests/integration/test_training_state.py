@@ -75,27 +75,16 @@ class Bigram(nn.Module):
         self.table = nn.Embedding(257, 32)
         self.drop = nn.Dropout(0.25)
         self.head = nn.Linear(32, 257)
+        self.nothing = nn.Parameter(torch.empty(0, 4))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.drop(self.table(input_ids)))
-        return logits
+        return logits + self.nothing.sum()
 
 
 def mean_loss(model: nn.Module, leaf: Leaf) -> torch.Tensor:
     logits = model(leaf.input_ids)
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), leaf.labels.flatten())
-
-
-class Overflow(torch.autograd.Function):
-    """The loss as it is, and a gradient that is not finite."""
-
-    @staticmethod
-    def forward(_ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0] * float("inf")
 
 
 class NoDropout(Bigram):
@@ -104,24 +93,50 @@ class NoDropout(Bigram):
         self.drop = nn.Dropout(0.0)
 
 
+class Overflow(torch.autograd.Function):
+    """Zeros, and a gradient that is not finite in the last place alone: in the shard of the last rank."""
+
+    @staticmethod
+    def forward(_ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(values)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        wrong = torch.zeros_like(gradients[0])
+        wrong[-1] = float("inf")
+        return wrong
+
+
+class Overflowing(NoDropout):
+    """Where it ``is_wrong``, only the loss is what it would be."""
+
+    is_wrong = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input_ids)
+        if self.is_wrong:
+            logits = logits + Overflow.apply(self.head.bias)  # type: ignore[no-untyped-call]
+        return logits
+
+
 def local(model: nn.Module) -> list[torch.Tensor]:
     return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
 
 
 def train_scaled(session: Session) -> None:
-    """In step 3 one leaf, and so one rank, makes the gradient overflow."""
+    """In step 3 one leaf makes the gradient overflow, in one place that one rank holds."""
     state = session.build(
-        make_model=NoDropout,
+        make_model=Overflowing,
         make_scaler=lambda: GradScaler("cpu", init_scale=1024.0, growth_interval=3),
         loss=mean_loss,
     )
+    model = state.model
+    assert isinstance(model, Overflowing)
     for step in session.steps():
         before = [part.detach().clone() for part in local(state.model)]
         for leaf in step.leaves():
-            loss = session.loss(leaf)
-            if step.number == 3 and leaf.index == 1:
-                loss = Overflow.apply(loss)  # type: ignore[no-untyped-call]
-            step.backward(leaf, loss)
+            model.is_wrong = step.number == 3 and leaf.index == 1
+            step.backward(leaf, session.loss(leaf))
         step.apply()
         if step.scaling.is_skipped is not (step.number == 3):
             raise ValueError(f"rank {session.rank}: step {step.number}: skipped is {step.scaling.is_skipped}")
@@ -233,6 +248,25 @@ def test_the_built_in_loop_trains_in_float16_with_a_scaler_and_goes_on_with_it(
     assert_finished(resumed)
     assert [report.loss for report in resumed[0].reports] == [report.loss for report in unbroken[0].reports[SAVED_AT:]]
     assert resumed[0].outcome.weights_digest == unbroken[0].outcome.weights_digest
+
+
+def test_saving_at_every_step_changes_no_bit(pair: Trio, settings: WorkerSettings, tmp_path: Path) -> None:
+    """B25: the template of a Checkpoint, warm buffers and the probe of each save leave training as it is."""
+    found = []
+    for every_steps in (None, 1):
+        checkpoint = settings.checkpoint.model_copy(update={"every_steps": every_steps})
+        pair.make(replace(settings, checkpoint=checkpoint), tmp_path / str(every_steps), train_with_dropout)
+        ended = pair.run(2)
+        assert_finished(ended)
+        steps = [receipt.step for receipt in ended[0].receipts]
+        assert steps == [STEPS] if every_steps is None else len(steps) > 2  # the last is saved in any case
+        found.append((ended[0].outcome.weights_digest, [report.loss for report in ended[0].reports]))
+    assert found[0] == found[1]
+
+
+def train_with_dropout(session: Session) -> None:
+    session.build(make_model=Bigram, loss=mean_loss)
+    train(session)
 
 
 def test_a_checkpoint_with_a_scaler_and_a_run_without_one_are_refused_to_each_other(
