@@ -1,7 +1,8 @@
 """What reproducible training costs: the time of a step, plain, with fp64 sums, and with the fold, by world size.
 
 Real: processes, gloo, FSDP2, the Session's whole step, no saves. The three modes take turns, so that whatever else the
-machine does meets all of them. With ``--digests`` only the digest of the weights at every world size is shown.
+machine does meets all of them; CPU time, of all ranks together, is what a busy machine disturbs least. With
+``--digests`` only the digest of the weights at every world size is shown.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.fakes.token_datasets import write_numbered_rows
 from tests.fakes.worker_settings import make_settings
 from workers.config import ModelConfig, Reproducible
 from workers.contract import OutcomeKind
+from workers.session import Session
 from workers.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,8 +31,22 @@ MODES: dict[str, Reproducible] = {"plain": False, "true": True, "exact": "exact"
 SEQUENCE, ROWS = 128, 512
 
 
-def settings_of(data_url: str, mode: str, options: argparse.Namespace) -> WorkerSettings:
-    plain = make_settings(data_url, total_steps=options.steps)
+def timed(session: Session) -> None:
+    """The built-in loop, with the time of each step in a file of the rank's."""
+    taken = []
+    for step in session.steps():
+        wall, cpu = time.monotonic(), time.process_time()
+        for leaf in step.leaves():
+            step.backward(leaf, session.loss(leaf))
+        step.apply()
+        session.step_end(step)
+        taken.append((time.monotonic() - wall, time.process_time() - cpu))
+    path = Path(str(session.loop_config["folder"])) / f"times-{session.rank}.json"
+    path.write_text(json.dumps(taken))
+
+
+def settings_of(folder: str, mode: str, options: argparse.Namespace) -> WorkerSettings:
+    plain = make_settings(f"{folder}/data", total_steps=options.steps)
     model = ModelConfig(
         config={
             "model_type": "llama",
@@ -53,7 +70,10 @@ def settings_of(data_url: str, mode: str, options: argparse.Namespace) -> Worker
     )
     memory = plain.checkpoint.memory.model_copy(update={"mode": "off"})
     checkpoint = plain.checkpoint.model_copy(update={"memory": memory, "every_steps": None})
-    return replace(plain, model=model, data=data, reproducible=MODES[mode], checkpoint=checkpoint)
+    loop_config = {"folder": folder}
+    return replace(
+        plain, model=model, data=data, reproducible=MODES[mode], checkpoint=checkpoint, loop_config=loop_config
+    )
 
 
 @contextmanager
@@ -68,39 +88,52 @@ def processes(size: int) -> Iterator[tuple[Trio, Path]]:
             trio.close()
 
 
-def run_once(trio: Trio, root: Path, mode: str, size: int, options: argparse.Namespace) -> tuple[list[float], str]:
-    """The time of each step but the first, and the digest of the weights after the last."""
-    trio.make(settings_of(str(root / "data"), mode, options), root / "run")
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Of steps: ``wall_s`` on rank 0, ``cpu_s`` of all ranks together."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+
+def run_once(trio: Trio, root: Path, mode: str, size: int, options: argparse.Namespace) -> tuple[Times, str]:
+    """The times of each step but the first, and the digest of the weights after the last."""
+    trio.make(settings_of(str(root), mode, options), root / "run", timed)
     ended = trio.run(size)
     if any(one.outcome.kind is not OutcomeKind.FINISHED for one in ended):
         raise RuntimeError(f"{mode} at {size} ranks: {ended[0].outcome.cause}")
     digest = ended[0].outcome.weights_digest
     assert digest is not None
-    return [report.step_s for report in ended[0].reports[1:]], digest
+    ranks = [json.loads((root / f"times-{rank}.json").read_text())[1:] for rank in range(size)]
+    cpu_s = [sum(cpu for _, cpu in step) for step in zip(*ranks, strict=True)]
+    return Times(wall_s=[wall for wall, _ in ranks[0]], cpu_s=cpu_s), digest
 
 
 def step_times(options: argparse.Namespace) -> list[dict[str, Any]]:
     sizes: list[int] = options.sizes
-    times: dict[tuple[str, int], list[float]] = {(mode, size): [] for mode in MODES for size in sizes}
+    times = {(mode, size): Times() for mode in MODES for size in sizes}
     with processes(max(sizes)) as (trio, root):
         for turn in range(options.turns):
             for size in sizes:
                 for mode in MODES:
                     taken, _ = run_once(trio, root, mode, size, options)
-                    times[mode, size] += taken
-                    print(f"turn {turn}: {size} ranks, {mode}: median {statistics.median(taken):.3f} s", flush=True)
+                    times[mode, size].wall_s.extend(taken.wall_s)
+                    times[mode, size].cpu_s.extend(taken.cpu_s)
+                    wall_s, cpu_s = statistics.median(taken.wall_s), statistics.median(taken.cpu_s)
+                    print(f"turn {turn}: {size} ranks, {mode}: {wall_s:.3f} s a step, {cpu_s:.3f} s CPU", flush=True)
     return [_row(size, {mode: times[mode, size] for mode in MODES}) for size in sizes]
 
 
-def _row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
-    medians = {mode: statistics.median(taken) for mode, taken in times.items()}
-    return {
-        "world_size": size,
-        "steps": len(times["plain"]),
-        "plain_s": medians["plain"],
-        **{f"{mode}_over_plain": medians[mode] / medians["plain"] for mode in ("true", "exact")},
-        **{f"{mode}_quartiles_s": statistics.quantiles(taken, n=4) for mode, taken in times.items()},
-    }
+def _row(size: int, times: dict[str, Times]) -> dict[str, Any]:
+    row: dict[str, Any] = {"world_size": size, "steps": len(times["plain"].wall_s)}
+    for name in ("wall_s", "cpu_s"):
+        taken = {mode: getattr(one, name) for mode, one in times.items()}
+        medians = {mode: statistics.median(one) for mode, one in taken.items()}
+        row[f"plain_{name}"] = medians["plain"]
+        for mode in MODES:
+            row[f"{mode}_{name}_quartiles"] = statistics.quantiles(taken[mode], n=4)
+            row[f"{mode}_{name}_over_plain"] = medians[mode] / medians["plain"]
+    return row
 
 
 def digests(options: argparse.Namespace) -> dict[str, dict[int, str]]:
@@ -117,10 +150,14 @@ def print_digests(found: dict[str, dict[int, str]]) -> None:
 
 
 def print_times(rows: Sequence[dict[str, Any]]) -> None:
-    print("| ranks | plain step | true | exact |\n|---|---|---|---|")
+    print("| ranks | plain, CPU-s of all ranks | true | exact | plain, wall | true | exact |")
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
-        ratios = " | ".join(f"{row[f'{mode}_over_plain']:.2f}x" for mode in ("true", "exact"))
-        print(f"| {row['world_size']} | {row['plain_s']:.3f} s | {ratios} |")
+        cells = [str(row["world_size"])]
+        for name in ("cpu_s", "wall_s"):
+            cells.append(f"{row[f'plain_{name}']:.3f} s")
+            cells += [f"{row[f'{mode}_{name}_over_plain']:.2f}x" for mode in ("true", "exact")]
+        print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
