@@ -75,18 +75,19 @@ def run_drill(
     """Both runs, one after the other, and the verdict on stdout. Returns the exit code of the drill."""
     check_plan(plan)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    view = open_progress(total_steps=plan.config.run.steps, is_shown=not json_output)
-    view.note(f"faults of the second run: {', '.join(map(str, plan.actions))}")
     ends: list[RunEnd] = []
     with stop_signals() as stops:
-        try:
-            for number, name in enumerate((UNBROKEN, INTERRUPTED), start=1):
+        for number, name in enumerate((UNBROKEN, INTERRUPTED), start=1):
+            view = open_progress(total_steps=plan.config.run.steps, is_shown=not json_output)
+            try:
+                if number == 1:
+                    view.note(f"faults of the second run: {', '.join(map(str, plan.actions))}")
                 view.note(f"run {number} of 2, {name}: {plan.directory(name)}")
                 ends.append(run_one(plan, name, view, stops))
-                if ends[-1].exit_code or stops:
-                    break
-        finally:
-            view.close()
+            finally:
+                view.close()
+            if ends[-1].exit_code or stops:
+                break
     if stops:
         if not is_kept:
             shutil.rmtree(plan.folder, ignore_errors=True)

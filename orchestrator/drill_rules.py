@@ -31,7 +31,7 @@ __all__ = [
 
 LOSS_TOLERANCE = 1e-4
 LR_TOLERANCE = 1e-12
-GRAD_NORM_TOLERANCE = 1e-2
+GRAD_NORM_TOLERANCE = 1e-3
 
 
 class Measure(StrEnum):

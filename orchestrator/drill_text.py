@@ -85,7 +85,8 @@ def _heading(result: DrillResult) -> list[str]:
 
 def _recoveries(history: History) -> list[str]:
     lines = [
-        f"{len(history.recoveries)} recoveries, {history.num_rolled_back} steps trained again, "
+        f"{len(history.recoveries)} recover{'y' if len(history.recoveries) == 1 else 'ies'}, "
+        f"{history.num_rolled_back} steps trained again, "
         f"workers {' > '.join(map(str, _sizes(history.attempts)))}"
     ]
     for attempt in history.recoveries:
