@@ -90,11 +90,15 @@ def test_a_trainer_that_is_killed_and_told_to_stop_trains_as_one_that_never_was(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_processes_under_torchrun_are_killed_in_every_epoch_and_train_as_if_they_were_not(tmp_path: Path) -> None:
+def test_two_processes_under_torchrun_are_ended_in_every_epoch_and_train_as_if_they_were_not(tmp_path: Path) -> None:
     torchrun = two_processes()
     assert run(tmp_path, "unbroken", launcher=torchrun) == 0, (tmp_path / "unbroken.out").read_text()
-    for end in ("kill:4", "kill:10", "kill:15"):
+    for end in ("kill:4", "term:9", "kill:15"):
         assert run(tmp_path, "broken", end, torchrun) != 0
+        if end.startswith("term"):
+            told = steps_of(lines(tmp_path, "broken"))[-1]
+            newest = CommitLog(LocalStore(tmp_path / "broken-run"), None).commits()[-1].step
+            assert newest == told, "told to stop on one rank, but not all of them saved their last step"
     assert run(tmp_path, "broken", launcher=torchrun) == 0, (tmp_path / "broken.out").read_text()
     assert_same_run(tmp_path, "unbroken", "broken")
 
