@@ -25,6 +25,7 @@ from tests.fakes.recording_sink import RecordingSink
 from tests.fakes.small_training import build_state, commit, newest_plan, save, train_step
 from workers.mesh import join_group, leave_group, world_mesh
 from workers.names import named_parameters
+from workers.plain_state import NotPlain
 from workers.resume import restore
 from workers.snapshot import RANK_TRACKER, capture
 from workers.state import TrainingState
@@ -95,6 +96,7 @@ def _save(mesh: DeviceMesh, rank: int, size: int, folder: Path, store: LocalStor
         "progress": asdict(state.progress),
         "lr": [group["lr"] for group in state.optimizer.param_groups],
         "own": own.told(),
+        "refused": _refused(state),
         "draws": draws(),
         "loss": train_step(state, weight=1 / size),
     }
@@ -103,6 +105,22 @@ def _save(mesh: DeviceMesh, rank: int, size: int, folder: Path, store: LocalStor
         files = [folder / f"receipt-{other}.json" for other in range(size)]
         commit(store, [Receipt.model_validate_json(file.read_text()) for file in files])
     return report
+
+
+def _refused(state: TrainingState) -> list[str]:
+    """What is said of optimizer state that another World could not be given."""
+    said: list[str] = []
+    few = dict(named_parameters(state.model))["few"]
+    entries = state.optimizer.state[few]
+    assert isinstance(few, DTensor)
+    for wrong in (torch.zeros(2), few.detach().sum(1)):
+        entries["factored"] = wrong
+        try:
+            capture(state, rank=0, world_size=SAVE_SIZE)
+        except NotPlain as error:
+            said.append(str(error))
+        del entries["factored"]
+    return said
 
 
 class Position:

@@ -111,6 +111,13 @@ def test_each_rank_gets_its_own_tracker_back_and_not_that_of_rank_0(reports: Rep
             assert loaded[4]["own"] == [0, 0, 0, 0, 0, 0]
 
 
+def test_optimizer_state_that_no_other_world_could_be_given_is_refused_by_name(reports: Reports) -> None:
+    for report in reports["save"]:
+        one_rank, sharded = report["refused"]
+        assert one_rank.startswith("optim.few.factored is a tensor of one rank, of shape (2,), beside a parameter")
+        assert sharded.startswith("optim.few.factored is sharded in another shape, (3,), than its parameter")
+
+
 def test_a_tracker_that_differs_where_it_should_not_is_named(reports: Reports) -> None:
     """Every rank gets that of rank 0, as it must, but not in silence."""
     for _, loaded in loads(reports):
