@@ -94,24 +94,53 @@ def test_without_prefetch_a_leaf_is_read_when_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_no_more_than_prefetch_leaves_are_ahead_of_the_one_in_use(prefetch: int) -> None:
-    full, consumed = threading.Event(), 0
-    counts: list[int] = []
+def test_no_more_than_prefetch_leaves_are_ahead_of_those_consumed(
+    prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_blocked = threading.Event()
 
-    def count(number: int) -> None:
-        counts.append(number - consumed)
-        if number == prefetch + 5:
-            full.set()
+    class Watched(threading.Condition):
+        """Says when the thread that reads ahead finds no room."""
 
-    rows = late_rows(40, count)
-    stream = stream_of(rows, prefetch)
-    stream.seek(1)
-    for consumed in range(1, 6):
-        list(stream.leaves(consumed))
-    wait(full)
-    stream.close()
-    assert rows.num_reads == 5 + prefetch
-    assert max(counts) == prefetch
+        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+            if threading.current_thread().name == THREAD and not predicate():
+                is_blocked.set()
+            return super().wait_for(predicate, timeout)
+
+    monkeypatch.setattr(threading, "Condition", Watched)
+    monkeypatch.setattr(read_ahead, "_TICK_S", WAIT_S)
+    rows = late_rows(40, lambda _number: None)
+    with stream_of(rows, prefetch) as stream:
+        stream.seek(1)
+        for consumed in range(4):
+            wait(is_blocked)
+            assert rows.num_reads == consumed + prefetch
+            is_blocked.clear()
+            list(stream.leaves(consumed + 1))
+
+
+def test_a_read_that_hangs_and_the_next_stream_do_not_meet_in_one_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = late_rows(40, lambda _number: None)
+    is_first_in, is_second_in, meetings = threading.Event(), threading.Event(), list[bool]()
+    read = TokenDataset._read
+
+    def watched(dataset: TokenDataset, opened: Any, file: Any, row_group: int) -> Any:
+        if is_first_in.is_set():
+            is_second_in.set()
+        else:
+            is_first_in.set()
+            meetings.append(
+                is_second_in.wait(0.2)
+            )  # the longest that the second is given to come in, which it must not
+        return read(dataset, opened, file, row_group)
+
+    monkeypatch.setattr(TokenDataset, "_read", watched)
+    first = threading.Thread(target=rows.rows, args=([0],))
+    first.start()
+    wait(is_first_in)
+    assert rows.rows([39])[0, 0] == 39
+    first.join(WAIT_S)
+    assert meetings == [False]
 
 
 def test_a_leaf_that_comes_late_is_waited_for() -> None:
