@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pydantic import JsonValue
 
 from orchestrator.drill_compare import Comparison, Difference
-from orchestrator.drill_history import History
+from orchestrator.drill_history import History, Strike
 from orchestrator.drill_rules import LOSS, WEIGHTS, Measure, Quantity
 from orchestrator.summary import AttemptSummary
 
@@ -42,8 +43,23 @@ class DrillResult:
         return (*ends, *self.comparison.problems, *audit)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What was not tried although it might seem so; no reason to fail."""
+        strikes, sizes = self.interrupted.strikes, _sizes(self.interrupted.attempts)
+        grew = any(later > earlier for earlier, later in pairwise(sizes))
+        if grew or not sizes or not any(_asks_to_grow(strike, min(sizes)) for strike in strikes):
+            return ()
+        return ("the run never grew: its steps were over before a new worker had started; --steps gives it time",)
+
+    @property
     def is_same(self) -> bool:
         return not self.comparison.first and not self.problems
+
+
+def _asks_to_grow(strike: Strike, least: int) -> bool:
+    """A ``scale`` says first how many workers it asks for."""
+    asked = strike.detail.split(" ")[0]
+    return strike.verb == "add-node" or (strike.verb == "scale" and asked.isdigit() and int(asked) > least)
 
 
 def result_text(result: DrillResult) -> str:
@@ -66,6 +82,7 @@ def result_text(result: DrillResult) -> str:
         )
     if comparison.first:
         lines += _first_difference(result)
+    lines += [f"NOTE     {note}" for note in result.notes]
     lines += [f"PROBLEM  {problem}" for problem in result.problems]
     if not result.audit:
         lines.append("audit    each sample once an epoch and in order, by the ledger of the interrupted run")
@@ -203,6 +220,7 @@ def result_json(result: DrillResult) -> dict[str, JsonValue]:
                            "interrupted": result.interrupted.weights_digest},
         "audit": list(result.audit),
         "problems": list(result.problems),
+        "notes": list(result.notes),
         "plot": result.plot,
         "folder": result.folder,
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,21 @@ def test_samples_that_are_not_proven_are_no_pass(tmp_path: Path, capsys: pytest.
     code = run_drill(make_plan(tmp_path / "out"), audit=lambda *_: ("steps 3 to 4: 1 missing",), run_one=Runs())
     assert code == DrillCode.NOT_THE_SAME
     assert "NOT PROVEN: data audit: steps 3 to 4: 1 missing." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("last_size", "num_notes"), [(2, 1), (3, 0)])
+def test_a_growth_that_never_came_is_said(tmp_path: Path, last_size: int, num_notes: int) -> None:
+    def run_one(plan: DrillPlan, name: str, view: ProgressView, stops: list[int]) -> RunEnd:
+        end = Runs()(plan, name, view, stops)
+        if name == UNBROKEN:
+            return end
+        run = DrillEvents().begin(3).train(8).strike("kill-worker", 8).begin(2, restored=6, cause="worker-lost")
+        run.train(9).strike("add-node", 9).train(14).begin(last_size, restored=14, cause="join")
+        return replace(end, events=[*run.train(STEPS).end()])
+
+    plan = make_plan(tmp_path / "out", chaos="kill-worker@8,add-node@9")
+    assert run_drill(plan, audit=nothing_wrong, run_one=run_one) == 0
+    assert len(json.loads((plan.folder / "drill.json").read_text())["notes"]) == num_notes
 
 
 def test_json_is_alone_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
