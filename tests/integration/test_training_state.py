@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor
 
 from storage.sources import RestorePlan
 from tests.fakes.rank_processes import Ended, Trio
+from tests.fakes.state_loops import (
+    OwnState,
+    train_hidden,
+    train_holding_progress,
+    train_plainly,
+    train_scaled,
+    train_with_dropout,
+    train_with_own_state,
+)
 from tests.fakes.token_datasets import write_numbered_rows
 from tests.fakes.worker_settings import make_settings
 from tests.integration.test_worker_resume import plan_for
 from workers.config import ModelConfig, OptimConfig
 from workers.contract import OutcomeKind
-from workers.session import Session
 from workers.settings import WorkerSettings
-from workers.stream import Leaf
-from workers.train_loop import train
 
 STEPS, SAVED_AT = 8, 5
 NO_MODEL = ModelConfig()
@@ -67,86 +69,6 @@ def plan_of(root: Path, ended: Sequence[Ended], step: int) -> RestorePlan:
         for one in ended
     ]
     return plan_for(root, own, step)
-
-
-class Bigram(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(257, 32)
-        self.drop = nn.Dropout(0.25)
-        self.head = nn.Linear(32, 257)
-        self.nothing = nn.Parameter(torch.empty(0, 4))
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.drop(self.table(input_ids)))
-        return logits + self.nothing.sum()
-
-
-def mean_loss(model: nn.Module, leaf: Leaf) -> torch.Tensor:
-    logits = model(leaf.input_ids)
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), leaf.labels.flatten())
-
-
-class NoDropout(Bigram):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.0)
-
-
-class Overflow(torch.autograd.Function):
-    """Zeros, and a gradient that is not finite in the last place alone: in the shard of the last rank."""
-
-    @staticmethod
-    def forward(_ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(values)
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        wrong = torch.zeros_like(gradients[0])
-        wrong[-1] = float("inf")
-        return wrong
-
-
-class Overflowing(NoDropout):
-    """Where it ``is_wrong``, only the loss is what it would be."""
-
-    is_wrong = False
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        logits = super().forward(input_ids)
-        if self.is_wrong:
-            logits = logits + Overflow.apply(self.head.bias)  # type: ignore[no-untyped-call]
-        return logits
-
-
-def local(model: nn.Module) -> list[torch.Tensor]:
-    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-
-
-def train_scaled(session: Session) -> None:
-    """In step 3 one leaf makes the gradient overflow, in one place that one rank holds."""
-    state = session.build(
-        make_model=Overflowing,
-        make_scaler=lambda: GradScaler("cpu", init_scale=1024.0, growth_interval=3),
-        loss=mean_loss,
-    )
-    model = state.model
-    assert isinstance(model, Overflowing)
-    for step in session.steps():
-        before = [part.detach().clone() for part in local(state.model)]
-        for leaf in step.leaves():
-            model.is_wrong = step.number == 3 and leaf.index == 1
-            step.backward(leaf, session.loss(leaf))
-        step.apply()
-        if step.scaling.is_skipped is not (step.number == 3):
-            raise ValueError(f"rank {session.rank}: step {step.number}: skipped is {step.scaling.is_skipped}")
-        same = all(torch.equal(now, then) for now, then in zip(local(state.model), before, strict=True))
-        if same is not step.scaling.is_skipped:
-            raise ValueError(f"rank {session.rank}: step {step.number}: weights changed: {not same}")
-        counts = {int(entry["step"]) for entry in state.optimizer.state.values()}
-        if counts != {step.number - (step.number >= 3)}:
-            raise ValueError(f"rank {session.rank}: step {step.number}: the optimizer counts {counts}")
-        session.step_end(step)
 
 
 SCALES = [1024.0, 1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0, 1024.0]
@@ -202,23 +124,6 @@ def test_loss_scaling_by_a_power_of_two_changes_no_bit_in_float32(
     assert digests[0] == digests[1]
 
 
-class Wrapped:
-    """An output that torch cannot look into."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-
-class Hidden(NoDropout):
-    def forward(self, input_ids: torch.Tensor) -> Wrapped:  # type: ignore[override]
-        return Wrapped(super().forward(input_ids))
-
-
-def train_hidden(session: Session) -> None:
-    session.build(make_model=Hidden)
-    train(session)
-
-
 def test_an_output_in_which_fsdp_finds_no_tensor_is_an_error_and_no_silent_standstill(
     pair: Trio, settings: WorkerSettings, tmp_path: Path
 ) -> None:
@@ -226,12 +131,6 @@ def test_an_output_in_which_fsdp_finds_no_tensor_is_an_error_and_no_silent_stand
     cause = pair.run(1)[0].outcome.cause
     assert cause.error_type == "LoopMisused"
     assert "no parameter of the optimizer has a gradient" in cause.message
-
-
-def train_plainly(session: Session) -> None:
-    """The built-in loop with a model of one's own."""
-    session.build(make_model=NoDropout, loss=mean_loss)
-    train(session)
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
@@ -264,11 +163,6 @@ def test_saving_at_every_step_changes_no_bit(pair: Trio, settings: WorkerSetting
     assert found[0] == found[1]
 
 
-def train_with_dropout(session: Session) -> None:
-    session.build(make_model=Bigram, loss=mean_loss)
-    train(session)
-
-
 def test_a_checkpoint_with_a_scaler_and_a_run_without_one_are_refused_to_each_other(
     pair: Trio, settings: WorkerSettings, tmp_path: Path
 ) -> None:
@@ -281,84 +175,6 @@ def test_a_checkpoint_with_a_scaler_and_a_run_without_one_are_refused_to_each_ot
         cause = pair.run(1, restore=plan)[0].outcome.cause
         assert cause.error_type == "ManifestMismatch"
         assert f"{title} in the checkpoint (1): scaler" in cause.message
-
-
-class OwnState:
-    """What each rank keeps for itself: a number, a tensor of its own length, and its own generator."""
-
-    def __init__(self, rank: int) -> None:
-        self.position, self.rank = 100 + rank, rank
-        self.values = torch.zeros(1 + rank)
-        self.generator = torch.Generator().manual_seed(1000 + rank)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"pos": self.position, "values": self.values, "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.position, self.values = state_dict["pos"], state_dict["values"]
-        self.generator.set_state(state_dict["generator"])
-
-
-class Average:
-    """A moving average of the weights, sharded as they are."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        self.steps = 0
-
-    def update(self, model: nn.Module) -> None:
-        self.steps += 1
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                self.values[name].lerp_(parameter.detach(), 0.5)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values, "steps": self.steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values, self.steps = state_dict["values"], state_dict["steps"]
-
-    def total(self) -> float:
-        return sum(
-            float((one.full_tensor() if isinstance(one, DTensor) else one).sum()) for one in self.values.values()
-        )
-
-
-def train_with_own_state(session: Session) -> None:
-    """Each rank writes what it holds at every step, restored state first, into a file of its own."""
-    own: dict[str, OwnState] = {}
-    averages: dict[str, Average] = {}
-
-    def make_own(_: nn.Module) -> dict[str, OwnState]:
-        own["loader"] = OwnState(session.rank)
-        return own
-
-    def make_averages(model: nn.Module) -> dict[str, Average]:
-        averages["average"] = Average(model)
-        return averages
-
-    state = session.build(make_model=Bigram, make_trackers=make_averages, make_rank_trackers=make_own, loss=mean_loss)
-    mine, average = own["loader"], averages["average"]
-    folder = Path(str(session.loop_config["folder"]))
-    log = folder / f"rank-{session.rank}.txt"
-
-    def write(step: int) -> None:
-        draws = torch.get_rng_state().sum().item()
-        values = mine.values.tolist()
-        generator = int(mine.generator.get_state().sum())
-        with log.open("a") as file:
-            file.write(f"{(step, mine.position, values, generator, draws, average.steps, average.total())}\n")
-
-    write(session.finished_step)
-    for step in session.steps():
-        for leaf in step.leaves():
-            step.backward(leaf, session.loss(leaf))
-        step.apply()
-        average.update(state.model)
-        mine.position += 10
-        mine.values += torch.rand(len(mine.values), generator=mine.generator)
-        write(step.number)
-        session.step_end(step)
 
 
 class Own:
@@ -411,22 +227,6 @@ def test_each_rank_gets_its_own_state_and_random_numbers_back_and_an_average_is_
     fresh = OwnState(1)
     assert first[1][position:draws] == (101, fresh.values.tolist(), int(fresh.generator.get_state().sum()))
     assert first[1][draws] != first[0][draws]
-
-
-def train_holding_progress(session: Session) -> None:
-    """Keeps the Progress that it was given, and its own count beside it."""
-    state = session.build(make_model=NoDropout, loss=mean_loss)
-    progress, begun_at = state.progress, state.progress.step
-    own = 0
-    for step in session.steps():
-        for leaf in step.leaves():
-            step.backward(leaf, session.loss(leaf))
-        step.apply()
-        session.step_end(step)
-        own += 1
-    session.drain()
-    if state.progress is not progress or progress.step != begun_at + own:
-        raise ValueError(f"{own} steps after {begun_at} the progress that the loop holds says {progress.step}")
 
 
 def test_steps_and_tokens_count_on_through_three_processes(
