@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import uuid
 from collections import Counter
 from typing import Any
@@ -55,6 +56,7 @@ def test_ids_count_through_the_sources_in_their_order() -> None:
     asked = [11, 0, 5, 7, 4, 8]
     assert rows.rows(asked)[:, 0].tolist() == [303, 100, 200, 202, 104, 300]
     assert rows.num_rows == 12
+    assert pickle.loads(pickle.dumps(rows)).rows(asked).tolist() == rows.rows(asked).tolist()
     with pytest.raises(DataError, match="splits of 12 rows"):
         rows.rows([12])
 
