@@ -251,6 +251,8 @@ def event_line(event: Event) -> str | None:
             return f"save of step {event.get('step')} skipped: {event.get('reason')}"
         case "quarantined":
             return f"checkpoint of step {event.get('step')} taken out of use: {event.get('key')}: {event.get('reason')}"
+        case "verifying" if event.get("reason") is not None:
+            return f"checkpoints are verified by their digests alone: {event['reason']}"
         case "verify_failed":
             return f"CHECKPOINT OF STEP {event.get('step')} IS BAD: {event.get('key')}: {event.get('reason')}"
         case "verify_stopped":

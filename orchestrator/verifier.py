@@ -27,6 +27,7 @@ __all__ = ["Verdict", "Verifier"]
 
 _log = logging.getLogger(__name__)
 _MEMORY_SHARE: Final = 0.25  # of the host's free memory: training and page cache have the rest
+_PROCESS_BYTES: Final = 512 << 20  # what torch and transformers take before any state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,9 @@ class Verifier:
         """What loads, or why nothing is loaded."""
         if isinstance(self._open_load, str):
             return self._open_load
+        free = self._free_bytes()
+        if self._load is None and _MEMORY_SHARE * free < _PROCESS_BYTES:
+            return f"this host has only {free} bytes of memory free"
         if self._load is None:
             try:
                 self._load = self._open_load()
@@ -106,7 +110,7 @@ class Verifier:
                 _log.warning("Checkpoints are verified by their digests alone", exc_info=error)
                 self._open_load = f"this process cannot load it: {type(error).__name__}: {error}"
                 return self._open_load
-        need, free = self._load.state_bytes, self._free_bytes()
+        need = self._load.state_bytes
         if need > _MEMORY_SHARE * free:
             return f"a state of {need} bytes is more than {_MEMORY_SHARE:.0%} of the {free} that this host has free"
         return self._load

@@ -52,6 +52,7 @@ class ProbeRows:
     """A process's newest probe batch, so that one that is warm reads it once and not at every regroup."""
 
     def __init__(self) -> None:
+        self.is_lack_told = False  # that there is no probe, in this process
         self._ids: tuple[int, ...] = ()
         self._batch: ProbeBatch | None = None
 

@@ -115,7 +115,8 @@ class Proof:
         self._patience: DataPatience | None = None
         self._batch: ProbeBatch | None = None
         self._is_on = settings.checkpoint.proof and loss is not None
-        if settings.checkpoint.proof and loss is None and spec.rank == 0:
+        if settings.checkpoint.proof and loss is None and spec.rank == 0 and not parts.probe_rows.is_lack_told:
+            parts.probe_rows.is_lack_told = True
             _log.warning(
                 "no probe goes into Checkpoints: the model is the loop's own, and session.build was given no loss; "
                 "give it loss=, a function (model, leaf) that returns the mean loss"

@@ -21,7 +21,7 @@ NOW = "2026-01-02T00:00:00Z"
 GOOD = LoadFinding(loss=2.5, expected=2.5)
 
 
-def make_verifier(store: MemoryStore, load: LoadPort | str = "no load here", *, free: int = 1 << 30) -> Verifier:
+def make_verifier(store: MemoryStore, load: LoadPort | str = "no load here", *, free: int = 4 << 30) -> Verifier:
     open_load: Callable[[], LoadPort] | str = load if isinstance(load, str) else lambda: load
     return Verifier(store, RUN, open_load=open_load, now_utc=lambda: NOW, free_bytes=lambda: free)
 
@@ -109,7 +109,7 @@ def test_a_program_that_cannot_load_says_nothing_against_the_checkpoint() -> Non
         asked.append(1)
         raise ImportError("no transformers")
 
-    verifier = Verifier(store, RUN, open_load=refuse, now_utc=lambda: NOW, free_bytes=lambda: 1 << 30)
+    verifier = Verifier(store, RUN, open_load=refuse, now_utc=lambda: NOW, free_bytes=lambda: 4 << 30)
     for key in keys:
         verdict = verifier.verify(key)
         assert verdict is not None
@@ -126,15 +126,31 @@ def test_a_program_that_cannot_load_says_nothing_against_the_checkpoint() -> Non
 def test_a_state_too_large_for_this_hosts_free_memory_is_not_loaded() -> None:
     store = MemoryStore()
     keys = [save(store, step).step_key for step in (10, 20)]
-    load = ScriptedLoad(GOOD, state_bytes=251)
-    verdict = make_verifier(store, load, free=1000).verify(keys[0])
+    load = ScriptedLoad(GOOD, state_bytes=(1 << 30) + 1)
+    verdict = make_verifier(store, load).verify(keys[0])
     assert verdict is not None
     assert verdict.by == "digests"
-    assert "251 bytes is more than 25% of the 1000" in (verdict.note or "")
+    assert "1073741825 bytes is more than 25% of the 4294967296" in (verdict.note or "")
     assert load.steps == []
-    load.state_bytes = 250
-    make_verifier(store, load, free=1000).verify(keys[1])
+    load.state_bytes = 1 << 30
+    make_verifier(store, load).verify(keys[1])
     assert load.steps == [20]
+
+
+def test_a_host_that_is_short_of_memory_is_not_given_a_process_to_load_with() -> None:
+    store = MemoryStore()
+    key = save(store, 10).step_key
+    asked: list[int] = []
+
+    def load() -> LoadPort:
+        asked.append(1)
+        return ScriptedLoad(GOOD)
+
+    short = Verifier(store, RUN, open_load=load, now_utc=lambda: NOW, free_bytes=lambda: 1 << 30)
+    verdict = short.verify(key)
+    assert verdict is not None
+    assert (verdict.by, verdict.problem, asked) == ("digests", None, [])
+    assert "1073741824 bytes of memory free" in (verdict.note or "")
 
 
 def test_a_store_that_is_away_proves_nothing() -> None:
