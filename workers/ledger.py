@@ -222,13 +222,8 @@ def add_step(
 
 
 def _grows(last: TrainedRange, more: TrainedRange) -> bool:
-    """Within one Attempt the order of samples does not change, so nothing else can have."""
-    return (
-        last.fits(more)
-        and last.attempts == more.attempts
-        and last.worlds.keys() == more.worlds.keys()
-        and last.num_steps < _MAX_STEPS
-    )
+    """Within one Attempt neither the World nor the order of samples changes."""
+    return last.attempts == more.attempts and last.fits(more) and last.num_steps < _MAX_STEPS
 
 
 def _compacted(ledger: Ledger) -> Ledger:

@@ -167,7 +167,7 @@ def test_a_checkpoint_of_a_release_without_ledgers_is_proven_by_its_chain(tmp_pa
 def test_what_an_older_release_did_not_record_and_nothing_bears_out_is_said_to_be_unproven(tmp_path: Path) -> None:
     history = History()
     history.start(2)
-    history.train(2)
+    history.train(1)
     history.batch = 16
     history.start(2)
     history.train(1)
@@ -179,10 +179,10 @@ def test_what_an_older_release_did_not_record_and_nothing_bears_out_is_said_to_b
     history.batch = 8
     history.start(3)
     history.train(2)
-    commit(tmp_path, history.progress, number=2, base_step=3)
+    commit(tmp_path, history.progress, number=2, base_step=2)
     shown = runner.invoke(app, ["data", "audit", str(tmp_path)])
     assert shown.exit_code == 0
-    assert "not recorded before step 4: 32 samples" in shown.stdout
+    assert "not recorded before step 3: 24 samples" in shown.stdout
 
 
 def test_the_ways_to_end_without_a_verdict_have_their_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,11 +83,14 @@ def test_each_attempt_and_each_batch_has_a_range_of_its_own() -> None:
     course.attempt_of(3)
     course.batch, course.leaf = 12, 3
     course.steps(2)
+    course.batch = 6
+    course.steps(1)
     told = [(one.steps, one.places, one.batch, one.worlds, one.attempts) for one in course.ledger.trained]
     assert told == [
         ((1, 2), ((0, 16),), 8, {4: 2}, (1, 1)),
         ((3, 3), ((16, 8),), 8, {3: 1}, (2, 2)),
         ((4, 5), ((24, 24),), 12, {3: 2}, (3, 3)),
+        ((6, 6), ((48, 6),), 6, {3: 1}, (3, 3)),
     ]
 
 
