@@ -207,7 +207,7 @@ def test_a_directory_that_is_too_large_is_refused_before_the_job(jobs: Jobs, tmp
 
 def test_a_job_whose_loop_raises_fails_and_shows_rank_and_error(jobs: Jobs, data_url: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "user-loops.md").read_text(), re.DOTALL)
-    _, loop, start = blocks
+    _, loop, start, *_ = blocks
     broken = (
         "\n\ndef broken(session):\n    if session.rank == 1:\n"
         "        raise ValueError('row 17 of shard X has no label')\n    train(session)\n\n"

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,11 @@ from orchestrator.cli_checkpoints import CheckpointsCode
 from orchestrator.exit_codes import ExitCode
 from orchestrator.load_config import load_config
 from orchestrator.options import DriverOptions
+from orchestrator.run_identity import make_run_id
 from orchestrator.trainer import ElasticTrainer
+from storage.commit_log import CommitLog
 from storage.events import read_events
+from storage.local_store import LocalStore
 from tests.clusters import RayNodes, ray_nodes
 from tests.fakes.token_datasets import write_numbered_rows
 from tests.runs import (
@@ -36,10 +39,12 @@ from tests.runs import (
     Run,
     RunProcess,
     assert_all_commits_verify,
+    assert_data_audit_proves,
     assert_nothing_left,
     make_run,
     write_rows,
 )
+from workers.proof import read_record
 from workers.sample_order import sample_ids
 
 pytestmark = pytest.mark.timeout(240)
@@ -49,6 +54,8 @@ NUM_ROWS = 512
 STEPS, EVERY_STEPS, BAD_STEP = 12, 5, 8
 TWO = {"min_workers": 2, "max_workers": 2}
 Loop = Callable[[Any], None]
+PLAIN_BEFORE, PLAIN_AFTER, START, ROWS, RAY_BEFORE, RAY_AFTER, INDEX, LOSS = range(8)
+PLACES = {"shared": "/mnt/shared", "config": "run.yaml", "index": "s3://bucket/rows-index"}
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +108,19 @@ def code_blocks() -> list[str]:
 
 
 def documented_loop() -> Loop:
+    return _namespace(1)["train"]  # type: ignore[no-any-return]
+
+
+def _namespace(*numbers: int, **replaced: str) -> dict[str, Any]:
+    """What is there after these blocks were executed one after the other, with names of places ``replaced``."""
     namespace: dict[str, Any] = {"__name__": "train_script"}
-    exec(compile(code_blocks()[1], "docs/user-loops.md", "exec"), namespace)
-    loop: Loop = namespace["train"]
-    return loop
+    for number in numbers:
+        text = code_blocks()[number]
+        for name, here in replaced.items():
+            assert PLACES[name] in text or number != numbers[-1], f"{PLACES[name]} is not in block {number}"
+            text = text.replace(PLACES[name], here)
+        exec(compile(text, "docs/user-loops.md", "exec"), namespace)
+    return namespace
 
 
 class _Stumble:
@@ -135,13 +151,27 @@ def stumbling(loop: Loop) -> Loop:
 # -- the loop of the docs ---------------------------------------------------------------------------------------------
 
 
-def test_the_port_in_the_docs_changes_at_most_ten_lines() -> None:
-    before, after, script = code_blocks()
-    ported = after[after.index("def make_optimizer") :]
-    old, new = ([line.strip() for line in text.splitlines() if line.strip()] for text in (before, ported))
-    changes = [line for line in difflib.ndiff(old, new) if line.startswith("+ ")]
-    assert len(changes) <= 10, "\n".join(changes)
-    compile(script, "docs/user-loops.md", "exec")
+def changed_lines(before: str, after: str) -> list[str]:
+    """Lines of ``after`` that ``before`` has not, from its loop on."""
+    old, new = ([line.strip() for line in text.splitlines() if line.strip()] for text in (before, after))
+    return [line for line in difflib.ndiff(old, new) if line.startswith("+ ")]
+
+
+def test_the_ports_in_the_docs_change_at_most_ten_lines() -> None:
+    blocks = code_blocks()
+    assert len(blocks) == 8
+    plain, script = blocks[PLAIN_AFTER], blocks[RAY_AFTER]
+    for before, after in (
+        (blocks[PLAIN_BEFORE], plain[plain.index("def make_optimizer") :]),
+        (_from_loop_on(blocks[RAY_BEFORE]), _from_loop_on(script)),
+    ):
+        changes = changed_lines(before, after)
+        assert len(changes) <= 10, "\n".join(changes)
+    compile(blocks[START], "docs/user-loops.md", "exec")
+
+
+def _from_loop_on(script: str) -> str:
+    return script[script.index("def train_loop_per_worker") :]
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +210,72 @@ def test_an_error_that_is_retried_resumes_in_the_same_processes_to_the_same_weig
     assert len(ended.named("worker_ready")) == len(pids) == 2, "a worker process was replaced"
     assert {path.name for path in calls.iterdir()} == {f"{pid}-{call}" for pid in pids for call in (0, 1)}
     assert ended.finish["weights_digest"] == unbroken.finish["weights_digest"]
+
+
+def test_the_same_loop_trains_replicated_to_the_same_losses(unbroken: Ended, data_url: str, tmp_path: Path) -> None:
+    model = {"config": {}, "parallelism": "ddp"}
+    ended = fit(tmp_path, data_url, documented_loop(), model=model)
+    assert ended.exit_code is ExitCode.SUCCESS, ended.finish
+    losses = [event["loss"] for event in ended.named("step")]
+    assert losses == pytest.approx([event["loss"] for event in unbroken.named("step")], rel=1e-4)
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_loop_that_gives_its_loss_has_a_probe_in_every_checkpoint(data_url: str, tmp_path: Path) -> None:
+    names = _namespace(PLAIN_AFTER, LOSS)
+
+    def loop(session: Any) -> None:
+        session.build(make_model=names["Net"], make_optimizer=names["make_optimizer"], loss=names["loss_of"])
+        for step in session.steps():
+            for leaf in step.leaves():
+                step.backward(leaf, session.loss(leaf))
+            step.apply()
+            session.step_end(step)
+
+    ended = fit(tmp_path, data_url, loop)
+    assert ended.exit_code is ExitCode.SUCCESS, ended.finish
+    log = CommitLog(LocalStore(ended.run.directory), ended.run.run_id)
+    manifests = [log.read_manifest(commit) for commit in log.commits()]
+    records = [read_record(manifest.shared_state) for manifest in manifests]
+    assert records
+    assert all(record is not None and record.skipped is None for record in records), records
+
+
+# -- a Ray Train loop with its own dataset ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nodes")
+def test_the_ray_train_loop_of_the_docs_trains_before_the_port(tmp_path: Path) -> None:
+    """What the port begins with is no straw man."""
+    trainer = _namespace(PLAIN_AFTER, ROWS, RAY_BEFORE, shared=str(tmp_path))["trainer"]
+    assert trainer is not None
+    assert any((tmp_path / "run").iterdir())
+
+
+def test_the_ray_train_loop_of_the_docs_trains_after_the_port_and_sees_each_sample_once(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    assert len(nodes.ids) == 2
+    index = str(tmp_path / "index")
+    _namespace(ROWS, INDEX, index=index)
+    steps = 512 // GLOBAL_BATCH
+    settings = {
+        "world": TWO,
+        "model": {"config": {}},
+        "optim": {"warmup_steps": 1},
+        "data": {"sequence_length": 2, "micro_batch": 8},
+    }
+    run = make_run(tmp_path, index, steps=steps, every_steps=8, settings=settings)
+    run = replace(run, run_id=make_run_id("run", str(run.directory)))  # the script names it
+    trainer = _namespace(PLAIN_AFTER, ROWS, RAY_AFTER, shared=str(tmp_path), config=str(run.config_path))["trainer"]
+    assert trainer.config.run.url == str(tmp_path / "run")
+    events = read_events(run.events_path)
+    assert events[-1]["status"] == "finished", events[-1]
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    assert len(losses) == steps
+    assert sum(losses[-8:]) < sum(losses[:8]), losses
+    assert_all_commits_verify(run)
+    assert_data_audit_proves(run)
 
 
 # -- the first cause is shown -----------------------------------------------------------------------------------------
