@@ -29,6 +29,7 @@ from workers.settings import WorkerSettings
 ROOT = Path(__file__).resolve().parents[2]
 MODES: dict[str, Reproducible] = {"plain": False, "true": True, "exact": "exact"}
 SEQUENCE, ROWS = 128, 512
+_PATIENCE = 10  # minutes for one run, however busy the machine is
 
 
 def timed(session: Session) -> None:
@@ -99,14 +100,16 @@ class Times:
 def run_once(trio: Trio, root: Path, mode: str, size: int, options: argparse.Namespace) -> tuple[Times, str]:
     """The times of each step but the first, and the digest of the weights after the last."""
     trio.make(settings_of(str(root), mode, options), root / "run", timed)
-    ended = trio.run(size)
-    if any(one.outcome.kind is not OutcomeKind.FINISHED for one in ended):
-        raise RuntimeError(f"{mode} at {size} ranks: {ended[0].outcome.cause}")
+    attempt, ranks = trio.start(size), range(size)
+    asked = (trio.ended(attempt, ranks) for _ in range(_PATIENCE))
+    ended = next((found for found in asked if None not in found), [])
+    if not ended or any(one.outcome.kind is not OutcomeKind.FINISHED for one in ended):
+        raise RuntimeError(f"{mode} at {size} ranks: {ended[0].outcome.cause if ended else 'no end in sight'}")
     digest = ended[0].outcome.weights_digest
     assert digest is not None
-    ranks = [json.loads((root / f"times-{rank}.json").read_text())[1:] for rank in range(size)]
-    cpu_s = [sum(cpu for _, cpu in step) for step in zip(*ranks, strict=True)]
-    return Times(wall_s=[wall for wall, _ in ranks[0]], cpu_s=cpu_s), digest
+    times = [json.loads((root / f"times-{rank}.json").read_text())[1:] for rank in ranks]
+    cpu_s = [sum(cpu for _, cpu in step) for step in zip(*times, strict=True)]
+    return Times(wall_s=[wall for wall, _ in times[0]], cpu_s=cpu_s), digest
 
 
 def step_times(options: argparse.Namespace) -> list[dict[str, Any]]:
