@@ -163,6 +163,22 @@ def test_saving_at_every_step_changes_no_bit(pair: Trio, settings: WorkerSetting
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("compute_dtype", ["float32", "float16"])
+def test_a_reproducible_run_with_loss_scaling_has_the_same_bits_at_any_world_size(
+    pair: Trio, settings: WorkerSettings, tmp_path: Path, compute_dtype: str
+) -> None:
+    """An overflow on the way, in a step that all of them skip."""
+    model = ModelConfig.model_validate({"compute_dtype": compute_dtype})
+    pair.make(replace(settings, model=model, reproducible=True), tmp_path, train_scaled)
+    alone, together = pair.run(1), pair.run(2)
+    assert_finished([*alone, *together])
+    assert alone[0].outcome.weights_digest == together[0].outcome.weights_digest
+    assert [(r.loss, r.grad_norm, r.loss_scale) for r in alone[0].reports] == [
+        (r.loss, r.grad_norm, r.loss_scale) for r in together[0].reports
+    ]
+    assert [r.loss_scale for r in together[0].reports] == SCALES
+
+
 def test_a_checkpoint_with_a_scaler_and_a_run_without_one_are_refused_to_each_other(
     pair: Trio, settings: WorkerSettings, tmp_path: Path
 ) -> None:
