@@ -120,7 +120,12 @@ class LoopCheckpoints:
         return None if self._under_way is None else self._under_way.step
 
     def save(
-        self, state: TrainingState, *, metric: float | None = None, metadata: Mapping[str, JsonValue] | None = None
+        self,
+        state: TrainingState,
+        *,
+        loss: float | None = None,
+        metric: float | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
     ) -> None:
         """Collective: copy ``state`` and have it stored. Returns after the copy. The one before must be settled."""
         if self._under_way is not None:
@@ -135,6 +140,7 @@ class LoopCheckpoints:
             step=state.progress.step,
             keep=self._keep,
             base_step=self._base_step,
+            loss=loss,
             metric=metric,
             metadata=metadata,
             shared_state=captured.shared_state,

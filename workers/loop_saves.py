@@ -49,7 +49,7 @@ class LoopSaves:
         self._num_failed = 0
         self._failure: str | None = None
         self._reason = ""
-        self._metrics: tuple[int, float] | None = None
+        self._facts: StepFacts | None = None
 
     @property
     def saved_step(self) -> int:
@@ -78,8 +78,7 @@ class LoopSaves:
         self._save_last(step, "last step")
 
     def _learn(self, facts: StepFacts) -> None:
-        if facts.metric is not None:
-            self._metrics = facts.step, facts.metric
+        self._facts = facts
         if self._ranks.rank == 0:
             self._trigger.take_step(facts)
 
@@ -114,10 +113,15 @@ class LoopSaves:
             )
 
     def _save(self, taking: Taking, reason: str) -> None:
-        metric = self._metrics[1] if self._metrics is not None and self._metrics[0] == taking.step else None
+        facts = self._facts if self._facts is not None and self._facts.step == taking.step else None
         if self._ranks.rank == 0:
             self._trigger.began(taking.step)
-        self._checkpoints.save(self._take(taking), metric=metric, metadata={"reason": reason})
+        self._checkpoints.save(
+            self._take(taking),
+            loss=None if facts is None else facts.loss,
+            metric=None if facts is None else facts.metric,
+            metadata={"reason": reason},
+        )
 
     def _settle(self) -> None:
         """Take in how the save under way ended; waits for it, as every rank does at the same step."""

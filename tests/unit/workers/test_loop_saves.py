@@ -27,11 +27,13 @@ class HeldSaves:
         self.step_under_way: int | None = None
         self.is_over = False
 
-    def save(self, state: TrainingState, *, metric: float | None, metadata: dict[str, JsonValue]) -> None:
+    def save(
+        self, state: TrainingState, *, loss: float | None, metric: float | None, metadata: dict[str, JsonValue]
+    ) -> None:
         assert self.step_under_way is None, "two saves at once"
         self.step_under_way = state.progress.step
         self.saved.append(state.progress.step)
-        self.told.append({**metadata, "metric": metric})
+        self.told.append({**metadata, "loss": loss, "metric": metric})
 
     def end(self) -> None:
         self.is_over = True
@@ -68,7 +70,9 @@ class Loop:
         return self._state
 
     def step(self, step: int, *, stop: bool = False, metric: float | None = None) -> bool:
-        return self.saves.boundary(step, StepFacts(step=step, step_s=1.0, metric=metric), told_to_stop=stop)
+        return self.saves.boundary(
+            step, StepFacts(step=step, step_s=1.0, loss=2.0 / step, metric=metric), told_to_stop=stop
+        )
 
 
 def test_the_step_that_training_begins_with_is_not_saved_again() -> None:
@@ -88,14 +92,14 @@ def test_a_cadence_that_is_met_while_a_save_is_under_way_is_made_up_for_once() -
     assert loop.saves.saved_step == 2
 
 
-def test_the_metric_goes_with_the_step_it_was_measured_at_alone() -> None:
+def test_loss_and_metric_go_with_the_step_they_were_measured_at_alone() -> None:
     loop = Loop(1)
     loop.step(1, metric=0.5)
     loop.held.end()
     loop.step(2)
     assert loop.held.told == [
-        {"reason": "every 1 steps", "metric": 0.5},
-        {"reason": "every 1 steps", "metric": None},
+        {"reason": "every 1 steps", "loss": 2.0, "metric": 0.5},
+        {"reason": "every 1 steps", "loss": 1.0, "metric": None},
     ]
 
 
