@@ -51,7 +51,7 @@ _FLOOR: Final = 0.01  # below it a loss is compared as if it were this large: wh
 
 
 class ProofRecord(BaseModel):
-    """What a Checkpoint says of its probe. ``skipped``: why it has none."""
+    """What a Checkpoint says of its probe. ``skipped``: why it has none; ``seconds``: what it took, not stored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -65,8 +65,9 @@ class ProofRecord(BaseModel):
     skipped: str | None = None
 
     def as_plain(self) -> dict[str, JsonValue]:
-        """As JSON that has no word for infinity: a loss is its shortest exact text."""
-        plain: dict[str, JsonValue] = self.model_dump(mode="json", exclude_none=True)
+        """As JSON that has no word for infinity: a loss is its shortest exact text. The same state gives the same JSON:
+        how long it took is left out."""
+        plain: dict[str, JsonValue] = self.model_dump(mode="json", exclude_none=True, exclude={"seconds"})
         return plain | {"loss": repr(self.loss)}
 
 

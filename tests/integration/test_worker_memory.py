@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,11 @@ def test_a_leave_and_the_last_step_are_stored_and_kept_by_one_copy(trio: Trio, d
     assert {(5, 0, False), (5, 1, True)} <= set(held(trio, 0))
 
 
+def _but_for_the_attempt(shared: Any) -> Any:
+    """The ledger says which Attempt consumed what."""
+    return None if shared is None else shared | {"progress": shared["progress"] | {"ledger": ""}}
+
+
 def test_what_is_stored_with_the_memory_tier_on_is_what_is_stored_without(
     trio: Trio, data_url: str, tmp_path: Path
 ) -> None:
@@ -99,7 +105,7 @@ def test_what_is_stored_with_the_memory_tier_on_is_what_is_stored_without(
     for before, after in zip(plain, kept, strict=True):
         assert [receipt.step for receipt in after.receipts] == [3, 4]
         for one, other in zip(before.receipts, after.receipts, strict=True):
-            assert one.shared_state == other.shared_state
+            assert _but_for_the_attempt(one.shared_state) == _but_for_the_attempt(other.shared_state)
             assert one.tensors == other.tensors
             assert one.shard.size == other.shard.size  # compressed: other bytes would have another
 

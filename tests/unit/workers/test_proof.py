@@ -173,7 +173,11 @@ def test_the_record_goes_into_the_shared_state_and_is_read_again(state: Training
     snapshot = capture(state, rank=0, world_size=1)
     attach(snapshot, record)
     assert snapshot.shared_state is not None
-    assert read_record(snapshot.shared_state) == record
+    assert record.seconds > 0
+    assert read_record(snapshot.shared_state) == record.model_copy(update={"seconds": 0.0})
+    again = make_proof(parts).take(state, 1, is_pressed=False)
+    assert again is not None
+    assert again.as_plain() == snapshot.shared_state["proof"], "the same state makes the same Checkpoint"
     other_rank = capture(state, rank=1, world_size=2)
     attach(other_rank, record)
     assert other_rank.shared_state is None
