@@ -24,6 +24,7 @@ from workers.settings import WorkerSettings
 
 __all__ = ["VerifierClient", "spawn_verifier", "why_digests_alone"]
 
+_log = logging.getLogger(__name__)
 _NICE = 19
 _LOOK_S = 120.0
 
@@ -78,8 +79,12 @@ class VerifierClient:
         return verdict
 
     def kill(self) -> None:
-        if ray.is_initialized():
+        if not ray.is_initialized():
+            return
+        try:
             ray.kill(self._actor, no_restart=True)
+        except ray.exceptions.RayError as error:  # the cluster is going: it takes its actors along
+            _log.debug("the verifier could not be ended: %s", error)
 
     def _answer(self, ref: Any, timeout_s: float) -> Any:
         try:
