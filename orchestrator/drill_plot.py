@@ -33,22 +33,17 @@ def draw(path: Path, unbroken: History, interrupted: History, comparison: Compar
         steps = sorted(history.steps)
         upper.plot(steps, [float_of(history.steps[step], LOSS.field) for step in steps], style, label=name)
     _draw_difference(lower, unbroken, interrupted, comparison)
+    verbs: dict[int, list[str]] = {}
+    for strike in interrupted.strikes:
+        verbs.setdefault(strike.at_step, []).append(strike.verb)
     for axis in (upper, lower):
-        for strike in interrupted.strikes:
-            axis.axvline(strike.at_step, color="0.7", linewidth=0.8, zorder=0)
+        for step in verbs:
+            axis.axvline(step, color="0.7", linewidth=0.8, zorder=0)
         if comparison.first:
             axis.axvline(comparison.first[0].step, color="tab:red", linewidth=1.0)
-    for strike in interrupted.strikes:
-        upper.annotate(
-            strike.verb,
-            (strike.at_step, 1.0),
-            xycoords=("data", "axes fraction"),
-            rotation=90,
-            fontsize=7,
-            ha="right",
-            va="top",
-            color="0.4",
-        )
+    for step, names in verbs.items():
+        place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "top"}
+        upper.annotate(", ".join(names), (step, 1.0), fontsize=7, color="0.4", **place)
     upper.set_ylabel("loss")
     upper.legend(loc="lower left")
     lower.set_xlabel("step")
@@ -67,9 +62,10 @@ def _draw_difference(axis: Any, unbroken: History, interrupted: History, compari
     rule = comparison.rules[LOSS]
     if rule.measure is Measure.RELATIVE:
         axis.axhline(rule.tolerance, color="tab:red", linewidth=0.8, linestyle=":")
-    is_equal = not any(sizes)
     axis.set_ylim(_FLOOR / 3, max(1e-3, *sizes, 1e-3) * 3)
-    axis.set_ylabel("equal to the bit" if is_equal else "relative difference")
+    axis.set_ylabel("relative difference")
+    if steps and not any(sizes):
+        axis.set_title("all losses are equal to the bit", fontsize=9)
 
 
 def _relative(here: float, there: float) -> float:

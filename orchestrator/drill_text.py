@@ -17,6 +17,7 @@ from orchestrator.summary import AttemptSummary
 __all__ = ["DrillResult", "result_json", "result_text"]
 
 _SHOWN_LOSSES = 8
+_STORED = frozenset({"local-disk", "object-storage"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,16 @@ class DrillResult:
     def notes(self) -> tuple[str, ...]:
         """What was not tried although it might seem so; no reason to fail."""
         strikes, sizes = self.interrupted.strikes, _sizes(self.interrupted.attempts)
+        sources = {attempt["restored_from"] for attempt in self.interrupted.recoveries}
+        notes: list[str] = []
         grew = any(later > earlier for earlier, later in pairwise(sizes))
-        if grew or not sizes or not any(_asks_to_grow(strike, min(sizes)) for strike in strikes):
-            return ()
-        return ("the run never grew: its steps were over before a new worker had started; --steps gives it time",)
+        if sizes and not grew and any(_asks_to_grow(strike, min(sizes)) for strike in strikes):
+            notes.append(
+                "the run never grew: its steps were over before a new worker had started; --steps gives it time"
+            )
+        if sources and not sources & _STORED:
+            notes.append("every restore was from memory; checkpoint.memory.mode=off drills those from the store")
+        return tuple(notes)
 
     @property
     def is_same(self) -> bool:
@@ -102,7 +109,7 @@ def _heading(result: DrillResult) -> list[str]:
 
 def _recoveries(history: History) -> list[str]:
     lines = [
-        f"{len(history.recoveries)} recover{'y' if len(history.recoveries) == 1 else 'ies'}, "
+        f"{len(history.recoveries)} regroup{'s' if len(history.recoveries) != 1 else ''}, "
         f"{history.num_rolled_back} steps trained again, "
         f"workers {' > '.join(map(str, _sizes(history.attempts)))}"
     ]
