@@ -12,7 +12,7 @@ FAULTS ?= 200
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install install-dev run test test-full lint check format bench bench-recovery bench-phases bench-replication bench-stall bench-storage bench-codec bench-commit ablation soak clean
+.PHONY: help install install-dev run test test-full lint check format bench bench-recovery bench-phases bench-replication bench-stall bench-storage bench-codec bench-commit bench-reproducible ablation drill soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -68,6 +68,12 @@ bench-replication: install-dev ## what a replica costs in CPU and time, beside R
 
 soak: install-dev ## FAULTS=200 seeded faults on one local cluster, then every invariant
 	$(BIN)/python -m tests.chaos.soak --faults $(FAULTS)
+
+bench-reproducible: install-dev ## what the same bits at any world size cost
+	$(BIN)/python -m tests.bench.reproducible
+
+drill: install ## an interrupted run beside an uninterrupted one, compared to the bit: about six minutes
+	$(BIN)/raysume drill clusters/local/drill.yaml
 
 ablation: install-dev ## the save policies side by side, with lost workers and an unstable phase; on an idle machine
 	$(BIN)/python -m tests.bench.ablation
