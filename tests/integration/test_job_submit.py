@@ -225,6 +225,21 @@ def test_a_job_whose_loop_raises_fails_and_shows_rank_and_error(jobs: Jobs, data
     assert read_events(run.events_path)[-1]["status"] == "user-error"
 
 
+def test_a_loop_named_on_the_command_line_travels_with_its_directory(jobs: Jobs, data_url: str, tmp_path: Path) -> None:
+    loop = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "user-loops.md").read_text(), re.DOTALL)[1]
+    folder = tmp_path / "mine"
+    run = make_run(folder, data_url, steps=8, every_steps=4, settings={"model": {"config": {}}})
+    (folder / "my_train.py").write_text(f"import beside\n\n{loop}")
+    (folder / "beside.py").write_text("")
+    entrypoint = ["python", "-m", "orchestrator", "run", "run.yaml", "--loop"]
+    info = jobs.wait_end(jobs.submit(*entrypoint, "my_train:train", working_dir=folder))
+    assert (info.status, info.driver_exit_code) == ("SUCCEEDED", 0), info.message
+    assert assert_all_commits_verify(run)[-1] == 8
+    job = jobs.submit(*entrypoint, "my_train:trian", "run.url=./other", working_dir=folder)
+    assert jobs.wait_end(job).driver_exit_code == ExitCode.CONFIG_ERROR
+    assert "my_train.py has no trian; it has" in jobs.logs(job)
+
+
 def test_a_config_error_fails_the_job_with_its_code_and_the_way_out(jobs: Jobs, data_url: str, tmp_path: Path) -> None:
     run = run_at(tmp_path / "run")
     job = jobs.submit(*raysume_run(run, data_url, "run.step=3"))
