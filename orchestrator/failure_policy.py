@@ -56,6 +56,7 @@ class FaultKind(StrEnum):
 
 _OF_THE_LOST = frozenset({CauseKind.STORAGE, CauseKind.MEMORY})  # a member that is gone may well be the reason
 _LOOPING = frozenset({FaultKind.WORKER_LOST, FaultKind.HANG, FaultKind.COLLECTIVE})
+_UNCOMMITTED = frozenset({FaultKind.STORAGE, FaultKind.REPLICAS})  # the same steps are trained again and again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +181,8 @@ def decide_after_fault(
     fault: Fault, counters: Counters, config: FailureConfig, *, steps_finished: int, steps_kept: int
 ) -> tuple[Regroup | Stop, Counters]:
     """Go on or stop, and the counters after. ``steps_finished``: optimizer steps the broken Attempt finished;
-    ``steps_kept``: those of them that a Commit keeps, which alone count as progress where storage is the trouble."""
-    progress = steps_kept if fault.kind is FaultKind.STORAGE else steps_finished
+    ``steps_kept``: those of them that a Commit keeps, which alone count as progress where no Commit comes about."""
+    progress = steps_kept if fault.kind in _UNCOMMITTED else steps_finished
     before, counters = counters, replace(counters, fruitless=0 if progress else counters.fruitless + 1)
     if fault.step is not None:
         passed = forget_passed(counters.repeats, fault.step - 1, doubt=fault.step_doubt)
@@ -228,7 +229,8 @@ def decide_after_fault(
             if looped is not None:
                 return looped, counters
     if counters.fruitless >= MAX_FRUITLESS_ATTEMPTS:
-        reason = f"{counters.fruitless} attempts in a row finished no step; last: {fault.detail}"
+        what = "ended without a Commit" if fault.kind is FaultKind.REPLICAS else "finished no step"
+        reason = f"{counters.fruitless} attempts in a row {what}; last: {fault.detail}"
         return Stop(exit_code=ExitCode.FAILURE_BUDGET, reason=reason), counters
     return Regroup(cause=fault.kind.value, reason=fault.detail), counters
 

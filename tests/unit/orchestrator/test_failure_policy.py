@@ -139,6 +139,20 @@ def test_storage_trouble_is_bounded_by_what_is_committed_not_by_steps_that_are_l
     assert decision.exit_code is ExitCode.STORAGE_OUTAGE
 
 
+def test_replicas_that_disagree_at_every_save_end_the_run_although_steps_are_finished() -> None:
+    fault = classify(AttemptFacts(unlike_replicas="replicas disagree at step 100", reached_step=103))
+    counters = Counters()
+    for _ in range(MAX_FRUITLESS_ATTEMPTS - 1):
+        decision, counters = decide_after_fault(fault, counters, FailureConfig(), steps_finished=100, steps_kept=0)
+        assert isinstance(decision, Regroup)
+    _, kept = decide_after_fault(fault, counters, FailureConfig(), steps_finished=100, steps_kept=1)
+    assert kept.fruitless == 0, "a Commit in between is progress"
+    decision, _ = decide_after_fault(fault, counters, FailureConfig(), steps_finished=100, steps_kept=0)
+    assert isinstance(decision, Stop)
+    assert decision.exit_code is ExitCode.FAILURE_BUDGET
+    assert "8 attempts in a row ended without a Commit" in decision.reason
+
+
 def test_ranks_that_cannot_load_in_an_outage_use_up_no_budget_at_all() -> None:
     config = FailureConfig(max_infrastructure=0, max_user_errors=0)
     fault = classify(AttemptFacts(outcomes=(failed(0, CauseKind.STORAGE, "StoreUnavailable", "get failed", step=0),)))
