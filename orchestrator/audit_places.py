@@ -82,8 +82,10 @@ def cut(places: Windows, first: int, count: int) -> Iterator[tuple[int, int]]:
 def _steps(ledger: Ledger) -> Iterator[Finding]:
     """Steps follow each other, and what a range says of itself adds up."""
     step, attempt = ledger.beginning.step, 0
+    begins = {run.another_run for run in ledger.runs}
     for one in ledger.trained:
         first, last = one.steps
+        attempt = 0 if first in begins else attempt
         if first != step + 1 or last < first:
             told = f"steps {first} to {last} are told of where step {step + 1} comes next"
             yield Finding(kind="steps", first_step=min(first, step + 1), last_step=max(first, step + 1), text=told)

@@ -59,7 +59,8 @@ class AuditReport:
     """Steps ``first_step`` to ``last_step``; ``unrecorded``: samples before them that the ledger says nothing of.
 
     ``skipped``: windows on the way, left out on purpose. ``worlds``: steps made at each world size. ``course``: from
-    which step on at which, several where ranges were joined. ``lives``: Attempts that have steps in this history.
+    which step on at which, several where ranges were joined. ``lives``: Attempts that have steps in this history, of
+    ``runs``; ``attempts``: the first and the last of the newest of these.
     ``assumed_steps``: the first so many are not recorded; their chain proves them.
     """
 
@@ -74,6 +75,7 @@ class AuditReport:
     parts: tuple[OrderPart, ...]
     attempts: tuple[int, int]
     lives: int
+    runs: int
     worlds: dict[int, int]
     course: tuple[tuple[int, tuple[int, ...]], ...]
     batches: tuple[int, ...]
@@ -107,6 +109,7 @@ def audit(
     trained = ledger.trained
     known = tuple(one for one in trained if one.attempts[1])  # Attempts count from 1; 0: it is not known which
     sizes = sorted({size for one in known for size in one.worlds})
+    by_run = _by_run(ledger, known)
     return AuditReport(
         first_step=ledger.beginning.step + 1,
         last_step=ledger.last_step,
@@ -117,8 +120,9 @@ def audit(
         num_skipped=sum(count for _, count in places.skipped),
         skipped=tuple(one for one in ledger.left_out if ledger.beginning.place <= one.place < places.end),
         parts=tuple(walk.parts),
-        attempts=(known[0].attempts[0], known[-1].attempts[1]) if known else (0, 0),
-        lives=_lives(known),
+        attempts=(by_run[-1][0].attempts[0], by_run[-1][-1].attempts[1]) if by_run else (0, 0),
+        lives=sum(map(_lives, by_run)),
+        runs=len(by_run),
         worlds={size: sum(one.worlds.get(size, 0) for one in known) for size in sizes},
         course=_course(known),
         batches=tuple(dict.fromkeys(one.batch for one in trained)),
@@ -231,8 +235,15 @@ def _course(trained: tuple[TrainedRange, ...]) -> tuple[tuple[int, tuple[int, ..
     return tuple(one for before, one in zip([None, *told], told, strict=False) if before is None or before[1] != one[1])
 
 
+def _by_run(ledger: Ledger, trained: tuple[TrainedRange, ...]) -> list[tuple[TrainedRange, ...]]:
+    """Ranges of each Run that has some, where one went on from another's Checkpoint."""
+    begins = [run.another_run for run in ledger.runs]
+    parts = groupby(trained, key=lambda one: sum(begin <= one.steps[0] for begin in begins))
+    return [tuple(part) for _, part in parts]
+
+
 def _lives(trained: tuple[TrainedRange, ...]) -> int:
-    """Attempts; one that has several ranges is counted once."""
+    """Attempts of one Run; one that has several ranges is counted once."""
     shared = sum(one.attempts[1] == after.attempts[0] for one, after in pairwise(trained))
     return sum(one.lives for one in trained) - shared
 

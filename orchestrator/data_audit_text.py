@@ -71,7 +71,9 @@ def _skipped(report: AuditReport) -> str:
 def _attempts(report: AuditReport) -> str:
     if not report.lives:
         return "not recorded"
-    return f"{report.lives} have steps in this history, of attempts {report.attempts[0]} to {report.attempts[1]}"
+    numbers = f"attempts {report.attempts[0]} to {report.attempts[1]}"
+    where = numbers if report.runs == 1 else f"{report.runs} runs, of which the newest has {numbers}"
+    return f"{report.lives} have steps in this history, of {where}"
 
 
 def _worlds(report: AuditReport) -> str:

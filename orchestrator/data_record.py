@@ -137,6 +137,7 @@ def _assumed(record: DataRecord) -> Ledger | None:
         beginning=Beginning(step=0, place=0, position=0, chain=EMPTY_CHAIN),
         orders=orders,
         left_out=(*(LeftOut(place=place, left_out=count) for place, count in earlier), *left_out),
+        runs=() if ledger is None else ledger.runs,
         trained=(first, *trained),
     )
 

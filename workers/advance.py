@@ -14,13 +14,15 @@ from workers.state import Progress
 __all__ = ["advance", "begin"]
 
 
-def begin(progress: Progress, order: SampleOrder, told: Iterable[SkippedWindow]) -> None:
-    """Before the first step of an Attempt, once ``progress.skipped`` is what it leaves out; ``told`` says why."""
+def begin(progress: Progress, order: SampleOrder, told: Iterable[SkippedWindow], attempt: int) -> None:
+    """Before the first step of Attempt number ``attempt``, once ``progress.skipped`` is what it leaves out;
+    ``told`` says why."""
     progress.ledger = begin_attempt(
         progress.ledger,
         step=progress.step,
         position=progress.position,
         chain=progress.sample_chain,
+        attempt=attempt,
         order=order.as_fields(),
         skipped=progress.skipped,
         told=told,

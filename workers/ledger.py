@@ -20,6 +20,7 @@ from workers.skipped_windows import Windows, merge, place_of, spans
 
 __all__ = [
     "EMPTY_CHAIN",
+    "AnotherRun",
     "Beginning",
     "Ledger",
     "LedgerUnreadable",
@@ -71,6 +72,12 @@ class OrderFrom(_Line):
 
     step: int = _Count
     order: dict[str, JsonValue]
+
+
+class AnotherRun(_Line):
+    """From the step ``another_run`` on, a Run of its own goes on (`run.resume: URL`): its Attempts count anew."""
+
+    another_run: int = _Count
 
 
 class LeftOut(_Line):
@@ -132,6 +139,7 @@ class Ledger:
     beginning: Beginning
     orders: tuple[OrderFrom, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    runs: tuple[AnotherRun, ...] = ()
     trained: tuple[TrainedRange, ...] = ()
 
     @property
@@ -145,7 +153,8 @@ class Ledger:
 
     @property
     def text(self) -> str:
-        return "\n".join(_written(line) for line in (self.beginning, *self.orders, *self.left_out, *self.trained))
+        lines = (self.beginning, *self.orders, *self.left_out, *_history(self.runs, self.trained))
+        return "\n".join(map(_written, lines))
 
     @classmethod
     def read(cls, text: str) -> Ledger:
@@ -157,6 +166,7 @@ class Ledger:
             beginning=lines[0],
             orders=tuple(line for line in lines if isinstance(line, OrderFrom)),
             left_out=tuple(line for line in lines if isinstance(line, LeftOut)),
+            runs=tuple(line for line in lines if isinstance(line, AnotherRun)),
             trained=tuple(line for line in lines if isinstance(line, TrainedRange)),
         )
 
@@ -167,11 +177,12 @@ def begin_attempt(
     step: int,
     position: int,
     chain: str,
+    attempt: int,
     order: Mapping[str, JsonValue],
     skipped: Windows,
     told: Iterable[SkippedWindow],
 ) -> str:
-    """The ledger of a state that stands at ``step``, when an Attempt begins there.
+    """The ledger of a state that stands at ``step``, when the Attempt with the number ``attempt`` begins there.
 
     ``skipped``: all windows left out now, of which ``told`` says why. A state without a ledger, since an older release
     saved it, gets one that speaks from here on.
@@ -186,7 +197,7 @@ def begin_attempt(
         kept = tuple(one for one in orders if one.step <= step)
         orders = (*kept, OrderFrom(step=step + 1, order=dict(order)))
     lines = (*ledger.left_out, *_new_windows(ledger, skipped, told))
-    return replace(ledger, orders=orders, left_out=lines).text
+    return replace(ledger, orders=orders, left_out=lines, runs=_runs(ledger, step, attempt)).text
 
 
 def add_step(
@@ -232,7 +243,7 @@ def _compacted(ledger: Ledger) -> Ledger:
     Ranges of unlike batches, or of unlike orders, stay apart: these are changed by hand, not by faults.
     """
     trained = list(ledger.trained)
-    borders = {one.step for one in ledger.orders}
+    borders = {one.step for one in ledger.orders} | {one.another_run for one in ledger.runs}
     while len(trained) > MAX_RANGES - _FEWER:
         pairs = [
             (first.num_steps + second.num_steps, index)
@@ -244,6 +255,24 @@ def _compacted(ledger: Ledger) -> Ledger:
         _, index = min(pairs)
         trained[index : index + 2] = [trained[index].joined(trained[index + 1])]
     return replace(ledger, trained=tuple(trained))
+
+
+def _runs(ledger: Ledger, step: int, attempt: int) -> tuple[AnotherRun, ...]:
+    """A state of the Run's own is of an earlier Attempt, so that any other number is another Run's."""
+    here = AnotherRun(another_run=step + 1)
+    if not ledger.trained or ledger.trained[-1].attempts[1] < attempt or here in ledger.runs:
+        return ledger.runs
+    return (*ledger.runs, here)
+
+
+def _history(runs: tuple[AnotherRun, ...], trained: tuple[TrainedRange, ...]) -> Iterator[_Line]:
+    """Each Run before its own first range; ranges stay as they come."""
+    later = list(runs)
+    for one in trained:
+        while later and later[0].another_run <= one.steps[0]:
+            yield later.pop(0)
+        yield one
+    yield from later
 
 
 def _new_windows(ledger: Ledger, skipped: Windows, told: Iterable[SkippedWindow]) -> Iterator[LeftOut]:
@@ -281,6 +310,7 @@ def _joined_runs(before: Windows, after: Windows) -> Windows:
 _KINDS: Final[Mapping[str, type[_Line]]] = {
     "ledger": Beginning,
     "order": OrderFrom,
+    "another_run": AnotherRun,
     "left_out": LeftOut,
     "batch": TrainedRange,
 }

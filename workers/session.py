@@ -344,7 +344,7 @@ class Session:
             self._data_patience,
             skipped=progress.skipped,
         )
-        begin(progress, stream.order, self._spec.skipped)
+        begin(progress, stream.order, self._spec.skipped, self._spec.world.attempt.number)
         stream.seek(step + 1, progress.position)
         self._stream = stream
         self._clock.attach(state.model)

@@ -48,7 +48,7 @@ class History:
         progress = self.progress
         self.worlds = {step: size for step, size in self.worlds.items() if step <= progress.step}
         progress.skipped = skip_ahead(progress.skipped, progress.position, self.windows)
-        begin(progress, self.order, self.windows)
+        begin(progress, self.order, self.windows, self.attempt)
 
     def train(self, num_steps: int) -> None:
         members = tuple(Member(rank=rank, worker_id="", node_id="") for rank in range(self.world_size))

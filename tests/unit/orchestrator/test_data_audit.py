@@ -77,6 +77,23 @@ def test_a_window_that_still_lies_ahead_is_not_counted_as_skipped() -> None:
     assert (proven(history).num_skipped, proven(history).skipped) == (0, ())
 
 
+@pytest.mark.parametrize("num_attempts", [1, 3])
+def test_a_run_that_went_on_from_another_runs_checkpoint_is_proven_with_that_ones_history(num_attempts: int) -> None:
+    """Its own Attempts count from 1 again."""
+    history = History()
+    for _ in range(num_attempts):
+        history.start(2)
+        history.train(2)
+    history.attempt = 0
+    for world_size in (3, 1):
+        history.start(world_size)
+        history.train(1)
+    report = proven(history)
+    assert (report.lives, report.runs, report.attempts) == (num_attempts + 2, 2, (1, 2))
+    assert report.worlds == {1: 1, 2: 2 * num_attempts, 3: 1}
+    assert Ledger.read(history.ledger.text) == history.ledger
+
+
 def test_a_state_of_an_older_release_is_proven_from_where_its_ledger_begins() -> None:
     history = History()
     history.start(2)

@@ -37,6 +37,7 @@ class Course:
             step=self.step,
             position=self.position,
             chain=self.chain,
+            attempt=self.attempt,
             order=order or ORDER,
             skipped=self.skipped,
             told=windows,
@@ -109,7 +110,7 @@ def test_a_window_is_recorded_with_its_step_and_its_reason_and_no_range_covers_i
 def test_a_window_that_nobody_explains_is_recorded_all_the_same() -> None:
     windows = (SkippedWindow(place=8, samples=8, step=2, reason="loss-spike"),)
     text = begin_attempt(
-        "", step=0, position=0, chain=EMPTY_CHAIN, order=ORDER, skipped=((8, 12), (40, 4)), told=windows
+        "", step=0, position=0, chain=EMPTY_CHAIN, attempt=1, order=ORDER, skipped=((8, 12), (40, 4)), told=windows
     )
     told = [(one.place, one.left_out, one.step, one.why) for one in Ledger.read(text).left_out]
     assert told == [(8, 8, 2, "loss-spike"), (16, 4, None, ""), (40, 4, None, "")]

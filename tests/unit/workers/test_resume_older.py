@@ -33,6 +33,6 @@ def test_a_checkpoint_of_a_release_without_ledgers_is_resumed_with_one_from_its_
     resumed = build_state(mesh, init_weights=False)
     restore(resumed, newest_plan(store), store, rank=0, world_size=1)
     assert (resumed.progress.step, resumed.progress.position, resumed.progress.ledger) == (1, 3, "")
-    begin(resumed.progress, order_of(), ())
+    begin(resumed.progress, order_of(), (), 1)
     beginning = Ledger.read(resumed.progress.ledger).beginning
     assert (beginning.step, beginning.position, beginning.place) == (1, 3, 3)
