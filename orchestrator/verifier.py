@@ -59,33 +59,37 @@ class Verifier:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """``open_load`` a text: nothing is loaded, for that reason."""
-        self._store, self._run_id = store, run_id
+        self._store = store
+        self._log = CommitLog(store, run_id)  # one for all: it remembers what it read of Commits, not the listings
         self._open_load = open_load
         self._load: LoadPort | None = None
         self._now_utc, self._free_bytes, self._monotonic = now_utc, free_bytes, monotonic
 
-    def unverified(self) -> tuple[StepKey, ...]:
-        """Usable Checkpoints without a record, newest first. Raises StoreUnavailable."""
+    def unverified(self) -> dict[StepKey, int]:
+        """Usable Checkpoints without a record, newest first, and their stored bytes. Raises StoreUnavailable."""
         known = verified_keys(self._store)
-        commits = CommitLog(self._store, self._run_id).commits()
-        return tuple(commit.step_key for commit in reversed(commits) if commit.step_key not in known)
+        waiting = (commit for commit in reversed(self._log.commits()) if commit.step_key not in known)
+        return {commit.step_key: commit.stored_bytes for commit in waiting}
 
     def verify(self, key: StepKey) -> Verdict | None:
         """Check one, and write the record where it is good. None: it is gone. Raises StoreUnavailable."""
         began = self._monotonic()
-        log = CommitLog(self._store, self._run_id)
-        commit = _find(log, key)
+        commit = self._find(key)
         if commit is None:
             return None
-        verdict = self._verdict(log, commit)
-        if _find(CommitLog(self._store, self._run_id), key) is None:
+        verdict = self._verdict(commit)
+        if self._find(key) is None:
             return None  # what was deleted while it was read looks damaged
         if verdict.problem is None:
             write_verified(self._store, self._record(verdict))
         return replace(verdict, seconds=self._monotonic() - began)
 
-    def _verdict(self, log: CommitLog, commit: Commit) -> Verdict:
-        report = verify_commit(self._store, log, commit)
+    def _find(self, key: StepKey) -> Commit | None:
+        """The usable Commit of ``key``."""
+        return next((commit for commit in self._log.commits() if commit.step_key == key), None)
+
+    def _verdict(self, commit: Commit) -> Verdict:
+        report = verify_commit(self._store, self._log, commit)
         found = Verdict(key=commit.step_key, committed_utc=commit.time_utc, by="digests", bytes_read=report.bytes_read)
         if report.problems:
             first = report.problems[0]
@@ -94,7 +98,7 @@ class Verifier:
         load = self._ready_load()
         if isinstance(load, str):
             return replace(found, note=load)
-        return self._loaded(load, log, commit, found)
+        return self._loaded(load, commit, found)
 
     def _ready_load(self) -> LoadPort | str:
         """What loads, or why nothing is loaded."""
@@ -115,9 +119,10 @@ class Verifier:
             return f"a state of {need} bytes is more than {_MEMORY_SHARE:.0%} of the {free} that this host has free"
         return self._load
 
-    def _loaded(self, load: LoadPort, log: CommitLog, commit: Commit, found: Verdict) -> Verdict:
+    def _loaded(self, load: LoadPort, commit: Commit, found: Verdict) -> Verdict:
         try:
-            plan = plan_of(log, commit, attempt=Attempt(number=0, nonce=new_nonce()))  # of no Attempt: nobody resumes
+            nobody = Attempt(number=0, nonce=new_nonce())  # of no Attempt: nobody resumes
+            plan = plan_of(self._log, commit, attempt=nobody)
             finding = load.check(plan, self._store)
         except CorruptCheckpoint as error:
             return replace(found, by="load", problem=(error.key, error.reason))
@@ -141,8 +146,3 @@ class Verifier:
             expected=verdict.expected,
             note=verdict.note,
         )
-
-
-def _find(log: CommitLog, key: StepKey) -> Commit | None:
-    """The usable Commit of ``key``."""
-    return next((commit for commit in log.commits() if commit.step_key == key), None)

@@ -48,7 +48,7 @@ class _VerifierShell:
         open_load: Callable[[], LoadPort] | str = no_load or (lambda: _load_checker(settings))
         self._verifier = Verifier(store, settings.run_id, open_load=open_load, now_utc=utc_now)
 
-    def unverified(self) -> tuple[StepKey, ...]:
+    def unverified(self) -> dict[StepKey, int]:
         return self._verifier.unverified()
 
     def verify(self, key: StepKey) -> Verdict | None:
@@ -70,9 +70,9 @@ class VerifierClient:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def unverified(self) -> tuple[StepKey, ...]:
-        keys: tuple[StepKey, ...] = self._answer(self._actor.unverified.remote(), _LOOK_S)
-        return keys
+    def unverified(self) -> dict[StepKey, int]:
+        found: dict[StepKey, int] = self._answer(self._actor.unverified.remote(), _LOOK_S)
+        return found
 
     def verify(self, key: StepKey, timeout_s: float) -> Verdict | None:
         verdict: Verdict | None = self._answer(self._actor.verify.remote(key), timeout_s)

@@ -42,7 +42,9 @@ class VerifierLost(Exception):
 class VerifierPort(Protocol):
     """One verifier process. Every call raises VerifierLost, or the StorageError that it met."""
 
-    def unverified(self) -> tuple[StepKey, ...]: ...
+    def unverified(self) -> dict[StepKey, int]:
+        """With their stored bytes."""
+        ...
 
     def verify(self, key: StepKey, timeout_s: float) -> Verdict | None: ...
 
@@ -121,9 +123,10 @@ class VerifierWatch:
             try:
                 if not self.look():
                     return
-            except Exception:  # noqa: BLE001 - the thread's outer edge: the Run goes on without
+            except Exception as error:  # noqa: BLE001 - the thread's outer edge: the Run goes on without
                 if not self._closed.is_set():
                     _log.exception("Checkpoints are not verified any more")
+                    self._emit("verify_stopped", reason=f"{type(error).__name__}: {error}")
                 return
 
     def look(self) -> bool:
@@ -143,11 +146,13 @@ class VerifierWatch:
     def _verify_newest(self) -> bool:
         port = self._ready_port()
         if not self._is_known:
-            for earlier in port.unverified():
+            for earlier, num_bytes in port.unverified().items():
                 with self._lock:
-                    self._waiting.setdefault(earlier, (self._monotonic(), 0))
+                    self._waiting.setdefault(earlier, (self._monotonic(), num_bytes))
             self._is_known = True
         with self._lock:
+            if not self._waiting:  # taken out of use while the process began
+                return True
             key = max(self._waiting)
             since_s, stored_bytes = self._waiting[key]
         verdict = port.verify(key, verify_limit_s(stored_bytes))
@@ -177,7 +182,7 @@ class VerifierWatch:
             return True
         object_key, reason = verdict.problem
         self._emit("verify_failed", attempt=key.attempt, step=key.step, key=object_key, reason=reason, **fields)
-        if verdict.by == "load" and self._unproven is not None:
+        if verdict.by == "load" and self._unproven not in (None, key):  # the same again: it could not be taken out
             self._emit("verify_stopped", reason=_DOUBT.format(first=self._unproven.step, second=key.step))
             return False
         self._unproven = key if verdict.by == "load" else self._unproven

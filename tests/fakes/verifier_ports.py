@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from orchestrator.verifier import Verdict
 from orchestrator.verifier_watch import VerifierLost
@@ -37,22 +37,24 @@ class ScriptedVerifier:
     BLOCK = "block"
 
     def __init__(
-        self, answers: Callable[[StepKey], Verdict | Exception | str | None], *, earlier: Sequence[StepKey] = ()
+        self, answers: Callable[[StepKey], Verdict | Exception | str | None], *, earlier: Mapping[StepKey, int]
     ) -> None:
-        self._answers, self._earlier = answers, tuple(earlier)
+        self._answers, self._earlier = answers, dict(earlier)
         self._killed = threading.Event()
         self.is_asked = threading.Event()
         self.keys: list[StepKey] = []
+        self.limits_s: list[float] = []
 
     @property
     def is_killed(self) -> bool:
         return self._killed.is_set()
 
-    def unverified(self) -> tuple[StepKey, ...]:
+    def unverified(self) -> dict[StepKey, int]:
         return self._earlier
 
     def verify(self, key: StepKey, timeout_s: float) -> Verdict | None:
         self.keys.append(key)
+        self.limits_s.append(timeout_s)
         self.is_asked.set()
         answer = self._answers(key)
         if isinstance(answer, str):

@@ -43,9 +43,10 @@ def test_the_unverified_are_the_usable_ones_without_a_record_newest_first() -> N
     keys = [save(store, step).step_key for step in (10, 20, 30, 40)]
     CommitLog(store, RUN).quarantine(keys[1], "-", "by hand", NOW)
     verifier = make_verifier(store)
-    assert verifier.unverified() == (keys[3], keys[2], keys[0])
+    assert tuple(verifier.unverified()) == (keys[3], keys[2], keys[0])
+    assert all(verifier.unverified().values()), "how long one may take depends on its bytes"
     assert verifier.verify(keys[2]) is not None
-    assert verifier.unverified() == (keys[3], keys[0])
+    assert tuple(verifier.unverified()) == (keys[3], keys[0])
 
 
 def test_good_digests_are_recorded_with_the_reason_why_nothing_was_loaded() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -41,8 +42,11 @@ def bad(key: StepKey) -> Verdict:
 class Bench:
     """A watch with everything round it scripted."""
 
-    def __init__(self, answers: Callable[[StepKey], Any] = good, *, earlier: tuple[StepKey, ...] = ()) -> None:
+    def __init__(
+        self, answers: Callable[[StepKey], Any] = good, *, earlier: Mapping[StepKey, int] = MappingProxyType({})
+    ) -> None:
         self.now_s, self.load = 0.0, 0.1
+        self.quarantine_fails: list[Exception] = []
         self.events: list[tuple[str, int | None, dict[str, Any]]] = []
         self.quarantined: list[tuple[StepKey, str, str]] = []
         self.ports: list[ScriptedVerifier] = []
@@ -52,11 +56,16 @@ class Bench:
             CONFIG,
             spawn=self._spawn,
             emit=self._emit,
-            quarantine=lambda *what: self.quarantined.append(what),
+            quarantine=self._quarantine,
             load=lambda: self.load,
             monotonic=lambda: self.now_s,
             look_s=0.01,
         )
+
+    def _quarantine(self, key: StepKey, object_key: str, reason: str) -> None:
+        if self.quarantine_fails:
+            raise self.quarantine_fails.pop()
+        self.quarantined.append((key, object_key, reason))
 
     def _spawn(self) -> ScriptedVerifier:
         self.ports.append(ScriptedVerifier(self._answers, earlier=self._earlier))
@@ -101,7 +110,7 @@ def test_no_process_is_made_before_a_checkpoint_waits_and_it_is_time() -> None:
 
 
 def test_the_newest_is_verified_first_and_what_earlier_drivers_left_too() -> None:
-    bench = Bench(earlier=(key_of(5),))
+    bench = Bench(earlier={key_of(5): 2_000_000})
     for step in (10, 20):
         bench.watch.on_signal(committed(step))
     for _ in range(5):
@@ -114,6 +123,7 @@ def test_the_newest_is_verified_first_and_what_earlier_drivers_left_too() -> Non
         ("verified", 5, 0),
     ]
     assert bench.events[0][2]["by"] == "load"
+    assert bench.ports[0].limits_s[2] == verify_limit_s(2_000_000), "its size is known, not taken for nothing"
 
 
 def test_a_failed_one_is_said_and_quarantined_and_not_verified_again() -> None:
@@ -138,6 +148,41 @@ def test_a_second_one_in_a_row_that_only_its_load_speaks_against_stays_in_use() 
     assert [key.step for key, _, _ in bench.quarantined] == [10]
     assert [event for event, _, _ in bench.events] == ["verify_failed", "verify_failed", "verify_stopped"]
     assert "step 20 stays in use" in bench.events[-1][2]["reason"]
+
+
+def test_one_that_could_not_be_taken_out_of_use_is_no_second_one_in_a_row() -> None:
+    bench = Bench(lambda key: replace(bad(key), by="load"))
+    bench.quarantine_fails.append(StoreUnavailable("put", "quarantine/x", "away"))
+    bench.watch.on_signal(committed(10))
+    assert bench.watch.look()
+    assert bench.quarantined == []
+    assert bench.watch.look()
+    assert [key.step for key, _, _ in bench.quarantined] == [10]
+    assert "verify_stopped" not in [event for event, _, _ in bench.events]
+
+
+def test_the_last_one_may_be_quarantined_while_the_process_begins() -> None:
+    bench = Bench()
+
+    def spawn() -> ScriptedVerifier:
+        bench.watch.on_signal(Quarantined(attempt=ATTEMPT, step=10, key="x", reason="y"))
+        return bench._spawn()
+
+    bench.watch._spawn = spawn
+    bench.watch.on_signal(committed(10))
+    assert bench.watch.look()
+    assert bench.ports[0].keys == []
+
+
+def test_whatever_goes_wrong_it_is_said_that_nothing_is_verified_any_more() -> None:
+    bench = Bench(bad)
+    bench.quarantine_fails.append(RuntimeError("a fault of ours"))
+    bench.watch.on_signal(committed(10))
+    bench.watch.start()
+    bench.watch._thread.join(10)
+    assert not bench.watch._thread.is_alive()
+    assert [event for event, _, _ in bench.events] == ["verifying", "verify_failed", "verify_stopped"]
+    bench.watch.close()
 
 
 def test_a_good_load_in_between_makes_the_next_doubt_a_first_one() -> None:
