@@ -147,7 +147,7 @@ def _is_allowed(difference: Difference, rule: Rule) -> bool:
 
 
 def _missing(unbroken: History, interrupted: History, num_steps: int) -> list[str]:
-    found = []
+    found = [] if unbroken.steps.keys() & interrupted.steps.keys() else ["there is no step that both runs tell of"]
     for name, history in (("uninterrupted", unbroken), ("interrupted", interrupted)):
         missing = sorted(set(range(1, num_steps + 1)) - history.steps.keys() - history.untold)
         if missing:

@@ -89,6 +89,7 @@ def read_history(events: Iterable[Event]) -> History:
                 restored = int_of(event, "restored_step")
                 if event.get("cause") == _DRIVER_RESTART:
                     history.untold |= set(range(told + 1, restored + 1))
+                told = min(told, restored)  # what was rolled back is to be told again
                 _forget_after(history, restored)
             case "step" if int_of(event, "attempt") >= newest_attempt:
                 history.steps[step], history.places[step] = event, index

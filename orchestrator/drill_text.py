@@ -195,12 +195,17 @@ def _value(value: object) -> str:
 def _verdict(result: DrillResult) -> str:
     if result.is_same:
         what = "to the bit" if result.reproducible else "within what rounding explains"
-        return (
-            f"SAME: the interrupted run is the uninterrupted one, {what}, at all {result.comparison.num_steps} steps."
-        )
+        return f"SAME: the interrupted run is the uninterrupted one, {what}, {_where_same(result)}."
     if result.comparison.first:
         return f"NOT THE SAME: from step {result.comparison.first[0].step} on."
     return f"NOT PROVEN: {result.problems[0]}."
+
+
+def _where_same(result: DrillResult) -> str:
+    num_steps, num_untold = result.comparison.num_steps, len(result.unbroken.untold | result.interrupted.untold)
+    if not num_untold:
+        return f"at all {num_steps} steps"
+    return f"at {num_steps - num_untold} of {num_steps} steps; the events of the others died with a driver"
 
 
 def result_json(result: DrillResult) -> dict[str, JsonValue]:

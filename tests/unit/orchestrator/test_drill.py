@@ -124,6 +124,18 @@ def test_a_growth_that_never_came_is_said(tmp_path: Path, last_size: int, num_no
     assert sum("every restore was from memory" in note for note in notes) == 1
 
 
+def test_steps_that_nobody_told_of_are_not_claimed(tmp_path: Path) -> None:
+    def run_one(plan: DrillPlan, name: str, view: ProgressView, stops: list[int]) -> RunEnd:
+        end = Runs()(plan, name, view, stops)
+        run = DrillEvents().begin(3).train(8).strike("kill-driver", 8).begin(3, restored=10, cause="driver-restart")
+        return end if name == UNBROKEN else replace(end, events=[*run.train(STEPS).end()])
+
+    plan = make_plan(tmp_path / "out", chaos="kill-driver@8")
+    assert run_drill(plan, audit=nothing_wrong, run_one=run_one) == 0
+    verdict = json.loads((plan.folder / "drill.json").read_text())["verdict"]
+    assert verdict.endswith(f"at {STEPS - 2} of {STEPS} steps; the events of the others died with a driver.")
+
+
 def test_json_is_alone_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_drill(make_plan(tmp_path / "out"), json_output=True, audit=nothing_wrong, run_one=Runs()) == 0
     assert json.loads(capsys.readouterr().out)["is_same"] is True

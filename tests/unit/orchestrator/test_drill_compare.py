@@ -203,6 +203,21 @@ def test_steps_whose_events_died_with_a_driver_are_not_missing() -> None:
     assert history.untold == {9, 10}
 
 
+def test_events_that_died_with_a_driver_after_a_step_was_rolled_back_are_not_missing() -> None:
+    run = DrillEvents().begin(4).train(12).strike("kill-worker", 12)
+    run.begin(4, restored=6, cause="worker-lost").train(7).strike("kill-driver", 7)
+    history = read_history(run.begin(4, restored=10, cause="driver-restart").train(STEPS).end())
+    assert history.untold == {8, 9, 10}, "steps 8 to 10 were told of before, and rolled back"
+    assert judged(history, planned=[("kill-worker", 12), ("kill-driver", 7)]).is_same
+
+
+def test_nothing_in_common_is_no_proof() -> None:
+    run = DrillEvents().begin(4).strike("kill-driver", 0)
+    history = read_history(run.begin(4, restored=STEPS, cause="driver-restart").end("weights-20"))
+    found = judged(history, planned=[("kill-driver", 0)])
+    assert found.problems == ("there is no step that both runs tell of",)
+
+
 def test_a_reference_that_was_interrupted_itself_is_none() -> None:
     reference = interrupted()
     found = compare(reference, interrupted(), rules=EXACT, num_steps=STEPS, planned=PLANNED)
