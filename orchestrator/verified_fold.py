@@ -15,6 +15,7 @@ __all__ = ["VerifiedFold", "VerifiedSummary"]
 
 _SAID_FROM_S: Final = 60.0
 _SILENT: Final = ("", "off")
+_KEPT: Final = 256  # of either kind: a driver may run for months
 
 
 class VerifiedSummary(TypedDict):
@@ -49,13 +50,15 @@ class VerifiedFold:
             case "attempt_started":
                 self._forget_after(int_of(event, "restored_step"))
             case "committed":
-                self._waiting_since_s[step] = self._clock_s
+                if self._mode not in _SILENT and len(self._waiting_since_s) < _KEPT:  # how old the oldest is, matters
+                    self._waiting_since_s[step] = self._clock_s
             case "verified":
                 self._waiting_since_s.pop(step, None)
                 self._verified[step] = text_of(event, "by")
                 self._num_verified += 1
+                self._forget_before()
             case "verify_failed":
-                self._failed.append(step)
+                self._failed += [] if step in self._failed else [step]
                 self._waiting_since_s.pop(step, None)
             case "quarantined":
                 self._waiting_since_s.pop(step, None)
@@ -93,6 +96,15 @@ class VerifiedFold:
         if age_s is not None and age_s >= _SAID_FROM_S:
             parts.append(f"unverified for {age_s:.0f} s")
         return ", ".join(parts) or None
+
+    def _forget_before(self) -> None:
+        """What no quarantine of newer ones brings up again; some of it was deleted unverified, and nobody says so."""
+        if len(self._verified) < _KEPT and len(self._waiting_since_s) < _KEPT:
+            return
+        newest = max(self._verified)
+        steps = sorted(self._verified)[-_KEPT // 2 :]
+        self._verified = {step: self._verified[step] for step in steps}
+        self._waiting_since_s = {step: at_s for step, at_s in self._waiting_since_s.items() if step > newest}
 
     def _forget_after(self, step: int) -> None:
         self._verified = {one: by for one, by in self._verified.items() if one <= step}

@@ -47,6 +47,28 @@ def test_young_ones_are_not_spoken_of_and_nothing_is_where_it_is_off() -> None:
     assert fold_of({"event": "verifying", "by": "off"}, at(10, "committed", 5), at(99, "step", 6)).words() is None
 
 
+def test_months_of_commits_take_no_more_memory_than_a_day() -> None:
+    fold = fold_of()
+    for step in range(1, 2001):
+        fold.add(at(step, "committed", step))
+        if step % 2 == 0:  # the others are deleted before anyone looks at them
+            fold.add(at(step, "verified", step, by="load"))
+    assert (fold.newest_step, fold.result()["verified"], fold.unverified_s) == (2000, 1000, None)
+    assert len(fold._verified) <= 256
+    assert len(fold._waiting_since_s) <= 256
+    fold.add(at(2001, "quarantined", 2000))
+    assert fold.newest_step == 1998
+
+
+def test_without_a_verifier_nothing_is_kept_and_one_that_never_comes_keeps_the_oldest() -> None:
+    off, never = fold_of({"event": "verifying", "by": "off"}), fold_of()
+    for step in range(1, 1001):
+        off.add(at(step, "committed", step))
+        never.add(at(step, "committed", step))
+    assert off._waiting_since_s == {}
+    assert (len(never._waiting_since_s), never.unverified_s) == (256, 999.0)
+
+
 def test_one_that_failed_is_neither_verified_nor_waiting() -> None:
     fold = fold_of(at(10, "committed", 5), at(20, "verify_failed", 5), at(20, "quarantined", 5), at(99, "step", 9))
     assert fold.result()["failed"] == [5]
