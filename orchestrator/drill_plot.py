@@ -22,11 +22,19 @@ _FLOOR = 1e-17  # where losses are equal to the bit: a logarithm has no zero
 
 
 def draw(path: Path, unbroken: History, interrupted: History, comparison: Comparison) -> str:
-    """Write the picture; its path, or why there is none."""
+    """Write the picture; its path, or why there is none: the verdict of a drill does not depend on one."""
     try:
-        from matplotlib.figure import Figure
+        _draw(path, unbroken, interrupted, comparison)
     except ImportError as error:
         return f"none: {error} (pip install matplotlib)"
+    except Exception as error:  # noqa: BLE001 - drawing is another's code, and two runs are done whose result is due
+        return f"none: {type(error).__name__}: {error}"
+    return str(path)
+
+
+def _draw(path: Path, unbroken: History, interrupted: History, comparison: Comparison) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for history, name, style in ((unbroken, "uninterrupted", "-"), (interrupted, "interrupted", "--")):
@@ -47,11 +55,7 @@ def draw(path: Path, unbroken: History, interrupted: History, comparison: Compar
     upper.set_ylabel("loss")
     upper.legend(loc="lower left")
     lower.set_xlabel("step")
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        return f"none: {error}"
-    return str(path)
+    figure.savefig(path)
 
 
 def _draw_difference(axis: Any, unbroken: History, interrupted: History, comparison: Comparison) -> None:

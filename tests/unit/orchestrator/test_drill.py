@@ -136,6 +136,16 @@ def test_steps_that_nobody_told_of_are_not_claimed(tmp_path: Path) -> None:
     assert verdict.endswith(f"at {STEPS - 2} of {STEPS} steps; the events of the others died with a driver.")
 
 
+def test_a_picture_that_cannot_be_drawn_costs_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no font")
+
+    monkeypatch.setattr("orchestrator.drill_plot._draw", broken)
+    plan = make_plan(tmp_path / "out")
+    assert run_drill(plan, audit=nothing_wrong, run_one=Runs()) == 0
+    assert json.loads((plan.folder / "drill.json").read_text())["plot"] == "none: ValueError: no font"
+
+
 def test_json_is_alone_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_drill(make_plan(tmp_path / "out"), json_output=True, audit=nothing_wrong, run_one=Runs()) == 0
     assert json.loads(capsys.readouterr().out)["is_same"] is True
