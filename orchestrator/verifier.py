@@ -32,7 +32,8 @@ _PROCESS_BYTES: Final = 512 << 20  # what torch and transformers take before any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What verifying one Checkpoint came to. ``problem``: the failing object and what is wrong; None: nothing is."""
+    """What verifying one Checkpoint came to. ``problem``: the failing object and what is wrong; None: nothing is.
+    ``is_only``: the Run has no other that is usable."""
 
     key: StepKey
     committed_utc: str
@@ -43,6 +44,7 @@ class Verdict:
     bytes_read: int = 0
     seconds: float = 0.0
     problem: tuple[str, str] | None = None
+    is_only: bool = False
 
 
 class Verifier:
@@ -78,11 +80,12 @@ class Verifier:
         if commit is None:
             return None
         verdict = self._verdict(commit)
-        if self._find(key) is None:
+        usable = [one.step_key for one in self._log.commits()]
+        if key not in usable:
             return None  # what was deleted while it was read looks damaged
         if verdict.problem is None:
             write_verified(self._store, self._record(verdict))
-        return replace(verdict, seconds=self._monotonic() - began)
+        return replace(verdict, seconds=self._monotonic() - began, is_only=len(usable) == 1)
 
     def _find(self, key: StepKey) -> Commit | None:
         """The usable Commit of ``key``."""

@@ -32,6 +32,8 @@ _DOUBT: Final = (
     "is loaded here: rather this machine computes something else; step {second} stays in use"
 )
 
+_ONLY: Final = "; it stays in use, as it is the only one: a resume from it takes its probe itself"
+
 Emit = Callable[..., None]
 
 
@@ -181,12 +183,15 @@ class VerifierWatch:
             self._emit("verified", attempt=key.attempt, step=key.step, **fields)
             return True
         object_key, reason = verdict.problem
+        stays = verdict.by == "load" and verdict.is_only
+        reason += _ONLY if stays else ""
         self._emit("verify_failed", attempt=key.attempt, step=key.step, key=object_key, reason=reason, **fields)
         if verdict.by == "load" and self._unproven not in (None, key):  # the same again: it could not be taken out
             self._emit("verify_stopped", reason=_DOUBT.format(first=self._unproven.step, second=key.step))
             return False
         self._unproven = key if verdict.by == "load" else self._unproven
-        self._quarantine(key, object_key, f"verified in the background: {reason}")
+        if not stays:
+            self._quarantine(key, object_key, f"verified in the background: {reason}")
         return True
 
     def _ready_port(self) -> VerifierPort:

@@ -101,6 +101,18 @@ def test_what_the_load_finds_wrong_is_a_problem(error: Exception) -> None:
     assert verified_keys(store) == frozenset()
 
 
+def test_it_is_told_whether_there_is_another_one() -> None:
+    store = MemoryStore()
+    keys = [save(store, 10).step_key]
+    verifier = make_verifier(store, ScriptedLoad(ManifestMismatch(10, ("lr",))))
+    alone = verifier.verify(keys[0])
+    keys.append(save(store, 20).step_key)
+    one_of_two = verifier.verify(keys[1])
+    assert alone is not None
+    assert one_of_two is not None
+    assert (alone.is_only, one_of_two.is_only) == (True, False)
+
+
 def test_a_program_that_cannot_load_says_nothing_against_the_checkpoint() -> None:
     store = MemoryStore()
     keys = [save(store, step).step_key for step in (10, 20)]

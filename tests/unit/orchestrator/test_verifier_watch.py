@@ -185,6 +185,20 @@ def test_whatever_goes_wrong_it_is_said_that_nothing_is_verified_any_more() -> N
     bench.watch.close()
 
 
+def test_the_only_one_stays_in_use_where_its_digests_are_right() -> None:
+    """Taken out, it would leave a Run with nothing to go on from for the sake of another machine's arithmetic."""
+    bench = Bench(lambda key: replace(bad(key), by="load", is_only=True))
+    bench.watch.on_signal(committed(10))
+    assert bench.watch.look()
+    assert bench.quarantined == []
+    [(event, _, fields)] = bench.events
+    assert (event, "stays in use" in fields["reason"]) == ("verify_failed", True)
+    damaged = Bench(lambda key: replace(bad(key), is_only=True))
+    damaged.watch.on_signal(committed(10))
+    assert damaged.watch.look()
+    assert [key.step for key, _, _ in damaged.quarantined] == [10]
+
+
 def test_a_good_load_in_between_makes_the_next_doubt_a_first_one() -> None:
     answers = {10: "load", 20: None, 30: "load"}
     bench = Bench(lambda key: good(key) if answers[key.step] is None else replace(bad(key), by="load"))
