@@ -7,7 +7,7 @@ before the first step where it can be seen there. How gradients are summed is `e
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn, optim
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
@@ -66,9 +67,11 @@ class Invariance:
         self._is_leaf_open = False
         self._runs: dict[str, int] = {}
         self._buffers = _BufferWatch(model)
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                self._watch(clean_name(name), module)
+        self._sharded = {
+            clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+        }
+        for name, module in self._sharded.items():
+            self._watch(name, module)
 
     def begin_leaf(self, round_number: int, num_leaves: int) -> None:
         if not self._is_begun:
@@ -85,6 +88,9 @@ class Invariance:
             self._is_leaf_open = False
             if self._scalars is not None:
                 self._scalars.take()
+            if not (self.is_exact or self._round.is_last):
+                for name in self._runs:
+                    _count_unused(self._sharded[name])
             self._buffers.require_unchanged()
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
@@ -97,6 +103,8 @@ class Invariance:
     def _begin(self) -> None:
         """Once the parameters have their memory: what is made of one on meta loses its hooks."""
         self._is_begun = True
+        for module in self._sharded.values():
+            module.reshard()  # after an evaluation of the loop's own some are whole, and would be taken for unsharded
         if self.is_exact:
             whole = [parameter for parameter in self._model.parameters() if not isinstance(parameter, DTensor)]
             self._scalars = ScalarGradients(whole)
@@ -107,8 +115,8 @@ class Invariance:
         assert isinstance(module, nn.Module)
         if self.is_exact:
             LeafFold(self._round).install(module, self._world_size)
-            # A parameter that some leaves do not use has its place in every sum all the same.
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+        # A parameter that some leaves do not use has its place in every sum all the same.
+        module.set_reduce_scatter_unused_params(True, recurse=False)
         module.register_forward_pre_hook(lambda _module, _inputs: self._require_first_run(name), prepend=True)
 
     def _require_first_run(self, name: str) -> None:
@@ -120,6 +128,21 @@ class Invariance:
                 f"{name or 'the model'} runs more than once in the forward of one leaf; its gradient would then be"
                 f" summed in parts whose order depends on the number of ranks; call it once a leaf, {_OFF}"
             )
+
+
+def _parts(module: FSDPModule) -> Iterator[FSDPParam]:
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        yield from group.fsdp_params
+
+
+def _count_unused(module: FSDPModule) -> None:
+    """Zero as the sum, so far, of each parameter that no leaf has used yet: FSDP2 reduces the gradients of a module in
+    one dtype, and what only the last leaf uses would come in another."""
+    for part in _parts(module):
+        whole = part._unsharded_param
+        # No dtype: that of the gradients themselves.
+        if part.reduce_dtype is not None and whole.requires_grad and part.unsharded_accumulated_grad is None:
+            part.unsharded_accumulated_grad = torch.zeros(whole.shape, dtype=part.reduce_dtype, device=whole.device)
 
 
 class _BufferWatch:

@@ -87,9 +87,9 @@ def test_a_module_that_remembers_the_leaves_of_its_rank_is_refused_by_name(modul
 LEAVES = list(torch.randint(7, (12, 1, 4), generator=torch.Generator().manual_seed(1)))
 
 
-def model_of(mesh: DeviceMesh, mode: Reproducible) -> nn.Module:
+def model_of(mesh: DeviceMesh, mode: Reproducible, make: type[OddModel] = OddModel) -> nn.Module:
     with torch.device("meta"):
-        model: nn.Module = OddModel()
+        model: nn.Module = make()
     parallelize(model, ModelConfig(), mesh, reproducible=mode)
     materialize(model, "cpu", 0)
     return model
@@ -138,6 +138,59 @@ def test_a_gradient_is_the_fp64_sum_of_its_leaves_in_their_order_rounded_once(
     leaves = list(alone(mesh))
     for name, parameter in named_parameters(model):
         assert torch.equal(gradient_of(parameter), in_order([leaf[name] for leaf in leaves])), name
+
+
+def step_of(model: nn.Module, leaves: list[torch.Tensor] = LEAVES) -> dict[str, torch.Tensor | None]:
+    """Leaf after leaf as TrainStep does it; the gradient by name."""
+    invariance = invariance_of(model)
+    assert invariance is not None
+    for number, ids in enumerate(leaves):
+        is_last = number == len(leaves) - 1
+        model.set_requires_gradient_sync(is_last or invariance.is_exact)  # type: ignore[operator]
+        invariance.begin_leaf(number, len(leaves))
+        backward(model, ids)
+        invariance.end_leaf()
+    reduced_gradients(model)
+    return {name: None if p.grad is None else gradient_of(p) for name, p in named_parameters(model)}
+
+
+@pytest.mark.parametrize("mode", [True, "exact"])
+def test_what_an_evaluation_of_the_loops_own_left_whole_is_summed_like_all_else(
+    mesh: DeviceMesh, mode: Reproducible
+) -> None:
+    model = model_of(mesh, mode)
+    with torch.no_grad():
+        model(LEAVES[0])
+    expected = step_of(model_of(mesh, mode))
+    for name, gradient in step_of(model).items():
+        assert gradient is not None
+        assert torch.equal(gradient, expected[name]), name  # type: ignore[arg-type]
+
+
+class SometimesUsing(OddModel):
+    """Two of its own parameters are for some ids only."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        is_odd = bool(ids[0, 0] % 2)
+        x = self.blocks[1](self.blocks[0](self.embedding(ids)))
+        logits: torch.Tensor = self.head(x + self.few.sum(0) if is_odd else x + self.frozen_later.sum(0))
+        return logits
+
+
+@pytest.mark.parametrize("mode", [True, "exact"])
+@pytest.mark.parametrize("order", [[1, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0]])
+def test_a_parameter_that_some_leaves_do_not_use_counts_as_zero_there(
+    mesh: DeviceMesh, mode: Reproducible, order: list[int]
+) -> None:
+    leaves = [torch.full((1, 4), number) for number in order]
+    found = step_of(model_of(mesh, mode, SometimesUsing), leaves)
+    single = {number: step_of(model_of(mesh, mode, SometimesUsing), [leaves[order.index(number)]]) for number in order}
+    for name, gradient in found.items():
+        parts = [single[number][name] for number in order]
+        if gradient is None:
+            assert name == "temperature"  # nothing uses it, and it is not sharded
+        else:
+            assert torch.equal(gradient, in_order([part for part in parts if part is not None])), name
 
 
 def test_a_plain_model_sums_in_float32_and_knows_nothing_of_it(mesh: DeviceMesh) -> None:
