@@ -37,7 +37,8 @@ class UserLoop:
         """Raise ConfigError where no function can be imported by that name."""
         if self.reference is None:
             return
-        command = [sys.executable, "-m", "workers.loop_reference", str(self.reference)]
+        # -P: not the user's directory first, which may hold a package named workers of its own.
+        command = [sys.executable, "-P", "-m", "workers.loop_reference", str(self.reference)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
             done = subprocess.run(

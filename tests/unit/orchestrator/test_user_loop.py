@@ -74,6 +74,14 @@ def test_a_loop_that_cannot_be_called_is_a_configuration_error(
     assert launch.loops == []
 
 
+def test_files_of_the_user_may_have_the_names_of_our_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("workers", "storage"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the user has one of this name')\n")
+    (tmp_path / "my_loop.py").write_text("def train(session): ...\n")
+    read_loop("my_loop:train", None).require()
+
+
 def test_a_driver_below_a_supervisor_is_told_the_same_loop() -> None:
     loop = read_loop("my_loop:train", '{"text": "a b\\"c"}')
     options = loop.options()
