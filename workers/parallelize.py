@@ -126,15 +126,18 @@ def reduced_gradients(model: nn.Module) -> Gradients:
 
     FSDP2 has summed those of what it shards in the last backward. What is whole on every rank is summed here.
     """
-    whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after an evaluation of the loop's own its outermost parameters are whole still
+    parameters = list(model.parameters())
+    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     invariance = invariance_of(model)
     replicated = sum_gradients(whole) if invariance is None else invariance.sum_whole(whole)
-    sharded = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
-    device = next(model.parameters()).device
+    sharded = [parameter.grad.to_local() for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    device = parameters[0].device
     num_exact = None
     if invariance is not None and sharded + replicated:
         torch._foreach_add_(sharded + replicated, 0.0)  # -0.0 to 0.0: a surplus leaf's zeros decide which of them it is
-        num_exact = sum(parameter.numel() for parameter in model.parameters())
+        num_exact = sum(parameter.numel() for parameter in parameters)
     return Gradients(
         sharded=tuple(sharded),
         replicated=tuple(replicated),

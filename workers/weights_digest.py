@@ -10,6 +10,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from workers.evaluation import reshard
 from workers.names import named_parameters
 
 __all__ = ["weights_digest"]
@@ -20,6 +21,7 @@ def weights_digest(model: nn.Module, *, rank: int) -> str | None:
 
     Collective: every rank calls it. One tensor at a time is gathered, so a device holds its part and one whole tensor.
     """
+    reshard(model)  # a loop's own evaluation leaves some parameters whole, and as its forward computes with them
     digest = xxhash.xxh3_64()
     with torch.no_grad():
         for _, parameter in sorted(named_parameters(model), key=lambda item: item[0]):

@@ -99,6 +99,16 @@ def test_clipping_returns_the_norm_before_and_leaves_the_norm_asked_for(mesh: De
     assert clip_gradients(model, 100.0).item() == pytest.approx(0.01, rel=1e-3)
 
 
+def test_a_loop_may_evaluate_between_backward_and_clipping(mesh: DeviceMesh) -> None:
+    model = build_state(mesh, model=meta()).model
+    _, found = gradients(model)
+    expected = torch.cat([gradient.double().flatten() for gradient in found.values()]).norm()
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    assert clip_gradients(model, 0.01).item() == pytest.approx(expected.item(), rel=1e-12)
+    assert clip_gradients(model, 100.0).item() == pytest.approx(0.01, rel=1e-3)
+
+
 def test_blocks_are_the_outermost_list_not_the_experts_inside() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)]) for _ in range(3))

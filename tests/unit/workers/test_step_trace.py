@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.fakes.small_training import build_state, train_step
+from workers.config import ModelConfig
 from workers.names import named_parameters
 from workers.state import TrainingState
 from workers.step_trace import StepTrace, StepTracer
@@ -109,6 +110,18 @@ def test_what_changes_is_seen_in_its_own_digest_and_in_no_other(
 
 def test_its_weights_are_those_that_a_run_ends_with(state: TrainingState) -> None:
     assert traced(state).weights == weights_digest(state.model, rank=0)
+
+
+def test_a_loop_may_have_evaluated_by_itself_in_another_dtype(mesh: DeviceMesh) -> None:
+    state = build_state(mesh, config=ModelConfig(compute_dtype="bfloat16"))
+    train_step(state)
+    before, at_the_end = traced(state), weights_digest(state.model, rank=0)
+    with torch.no_grad():
+        state.model(torch.zeros(1, 4, dtype=torch.int64))
+    assert weights_digest(state.model, rank=0) == at_the_end
+    with torch.no_grad():
+        state.model(torch.zeros(1, 4, dtype=torch.int64))
+    assert traced(state) == before
 
 
 def test_a_trace_changes_nothing(mesh: DeviceMesh) -> None:
