@@ -7,6 +7,7 @@ Pure: nothing is set.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -54,14 +55,13 @@ def match_groups(
 
 
 def _partners(here: Sequence[Collection[str]], there: Sequence[Collection[str]]) -> list[int | None]:
-    """For each present group the saved one that it shares the most with; no saved one twice."""
+    """For each present group the saved one that it shares the most with; no saved one twice. Both hold the same
+    names."""
+    place = {name: index for index, other in enumerate(there) for name in other}
     shared = sorted(
-        (
-            (-len(set(own) & set(other)), position, index)
-            for position, own in enumerate(here)
-            for index, other in enumerate(there)
-            if set(own) & set(other)
-        ),
+        (-count, position, index)
+        for position, own in enumerate(here)
+        for index, count in Counter(place[name] for name in own).items()
     )
     found: list[int | None] = [None] * len(here)
     taken: set[int] = set()

@@ -87,12 +87,13 @@ def _pairs(saved: Saved, state: TrainingState, position: int) -> Iterator[FieldP
 def _learning_rates(saved: Saved, state: TrainingState) -> Iterator[FieldPair]:
     groups = cast("list[dict[str, Any]]", _section(saved.shared_state, "optimizer").get("groups") or [])
     scheduled = _section(saved.shared_state, "scheduler").get("_last_lr")
+    group_of = {name: one for one in groups for name in one.get("names", ())}
     here = list(zip(state.optimizer.param_groups, optimizer_names(state.model, state.optimizer), strict=True))
     for number, (group, names) in enumerate(here):
-        of_group = [one for one in groups if names and set(one.get("names", ())) & set(names)]
-        if not of_group:
+        of_group = next((group_of[name] for name in names if name in group_of), None)
+        if of_group is None:
             continue  # nothing was saved for it; a partial restore says so
-        yield _pair(f"lr of group {number}", _plain(of_group[0]["settings"].get("lr")), group.get("lr"))
+        yield _pair(f"lr of group {number}", _plain(of_group["settings"].get("lr")), group.get("lr"))
         if saved.is_built_in and isinstance(scheduled, list) and len(scheduled) == len(here):
             yield _pair(f"scheduled lr of group {number}", _plain(scheduled[number]), group.get("lr"))
 
