@@ -7,6 +7,7 @@ before the first Commit of this driver. Reading and judging a Checkpoint is `ver
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ __all__ = ["VerifierLost", "VerifierPort", "VerifierWatch", "load_per_core"]
 _log = logging.getLogger(__name__)
 _LOOK_S: Final = 5.0
 _CLOSE_S: Final = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 1800.0  # after a store that failed: the whole Checkpoint is read again
 _MAX_WAITING: Final = 256  # Commits remembered; the newest are verified first, and the rest found in the store again
 
 _DOUBT: Final = (
@@ -82,7 +84,8 @@ class VerifierWatch:
         self._lock = threading.Lock()
         self._waiting: dict[StepKey, tuple[float, int]] = {}  # since when, stored bytes
         self._port: VerifierPort | None = None
-        self._num_lost = 0
+        self._num_lost = self._num_failed = 0
+        self._next_at_s = -math.inf
         self._unproven: StepKey | None = None  # quarantined though its digests are right, and none was good since
         self._is_known = False  # what earlier drivers left unverified
         self._closed = threading.Event()
@@ -135,6 +138,8 @@ class VerifierWatch:
         """One round: verify the newest that waits, if it is time. False: never again in this driver."""
         with self._lock:
             ages = [self._monotonic() - since_s for since_s, _ in self._waiting.values()]
+        if self._monotonic() < self._next_at_s:
+            return True
         if not may_begin(self._config, load_per_core=self._load(), ages_s=ages):
             return True
         try:
@@ -142,7 +147,10 @@ class VerifierWatch:
         except VerifierLost as error:
             return self._note_lost(error)
         except StorageError as error:
-            _log.info("verifying waits for the store: %s", error)
+            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_failed, 16))
+            self._num_failed += 1
+            self._next_at_s = self._monotonic() + pause_s
+            _log.info("verifying waits %g s for the store: %s", pause_s, error)
         return True
 
     def _verify_newest(self) -> bool:
@@ -161,7 +169,7 @@ class VerifierWatch:
         goes_on = True if verdict is None else self._tell(verdict, self._monotonic() - since_s)
         with self._lock:
             self._waiting.pop(key, None)
-        self._num_lost = 0
+        self._num_lost = self._num_failed = 0
         return goes_on
 
     def _tell(self, verdict: Verdict, age_s: float) -> bool:

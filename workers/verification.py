@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from storage.errors import ManifestMismatch, ProofFailed
+from storage.errors import ManifestMismatch, ProofFailed, StorageError
 from storage.object_store import ObjectStore
 from storage.restore import read_manifest
 from storage.sources import RestorePlan
@@ -113,7 +113,7 @@ class LoadChecker:
             return LoadFinding(note=f"loaded, but it has no probe: {record.skipped}")
         try:
             batch = self._probe_rows.batch(record.rows, self._open_rows().rows)
-        except DataError as error:
+        except (DataError, StorageError) as error:  # of the data's store, which says nothing of the Checkpoint's
             return LoadFinding(note=f"loaded, but its probe could not be read: {error}")
         if batch.tokens_digest != record.tokens_digest:
             return LoadFinding(note="loaded, but the rows of its probe hold other tokens now")

@@ -156,6 +156,7 @@ def test_one_that_could_not_be_taken_out_of_use_is_no_second_one_in_a_row() -> N
     bench.watch.on_signal(committed(10))
     assert bench.watch.look()
     assert bench.quarantined == []
+    bench.now_s = 60.0
     assert bench.watch.look()
     assert [key.step for key, _, _ in bench.quarantined] == [10]
     assert "verify_stopped" not in [event for event, _, _ in bench.events]
@@ -227,12 +228,18 @@ def test_one_that_was_quarantined_meanwhile_or_is_gone_is_left_alone() -> None:
     assert bench.events == []
 
 
-def test_a_store_that_is_away_is_waited_for() -> None:
-    answers = iter([StoreUnavailable("get", "x", "away"), good(key_of(10))])
+def test_a_store_that_is_away_is_waited_for_ever_longer() -> None:
+    """Each try reads the whole Checkpoint anew, and a store that refuses will refuse again."""
+    away = StoreUnavailable("get", "x", "away")
+    answers = iter([away, away, good(key_of(10))])
     bench = Bench(lambda _: next(answers))
     bench.watch.on_signal(committed(10))
-    assert bench.watch.look()
+    for now_s, tries in ((0.0, 1), (29.0, 1), (30.0, 2), (89.0, 2)):
+        bench.now_s = now_s
+        assert bench.watch.look()
+        assert len(bench.ports[0].keys) == tries
     assert bench.events == []
+    bench.now_s = 90.0
     assert bench.watch.look()
     assert [event for event, _, _ in bench.events] == ["verified"]
     assert len(bench.ports) == 1

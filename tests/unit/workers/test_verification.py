@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from storage.commit_log import CommitLog
 from storage.config import CheckpointConfig
 from storage.direct import DirectKeeper
-from storage.errors import ProofFailed
+from storage.errors import ProofFailed, StoreRefused
 from storage.keys import Attempt
 from storage.memory_store import MemoryStore
 from storage.sources import RestorePlan
@@ -167,3 +167,19 @@ def test_another_model_or_a_missing_probe_says_nothing_against_a_checkpoint(
     other = LoadChecker(replace(settings, model=deeper)).check(plan, store)
     assert (other.is_loaded, other.loss) == (False, None)
     assert "layers.2" in (other.note or "")
+
+
+def test_data_that_this_process_may_not_read_says_nothing_against_a_checkpoint(
+    mesh: DeviceMesh, template: ModelTemplate, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for an outage of the Checkpoint's store, it would be loaded again and again without end."""
+    store, state = MemoryStore(), trained(mesh, template, settings)
+    plan = saved(store, state, probed(state, settings))
+
+    def refuse(*_: object) -> None:
+        raise StoreRefused("get", "dataset.json", "403")
+
+    monkeypatch.setattr("workers.verification.open_rows", refuse)
+    finding = LoadChecker(settings).check(plan, store)
+    assert (finding.is_loaded, finding.loss) == (True, None)
+    assert "probe could not be read" in (finding.note or "")
