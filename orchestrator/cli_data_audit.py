@@ -75,9 +75,10 @@ def audit(
             fail(CheckpointsCode.REFUSED, f"{run}: {error}")
     if report is None:
         text = (
-            f"step {record.claims.step} was saved by a release that kept no ledger, and its chain is not that of equal "
+            f"step {record.claims.step} has no ledger: it was saved by a release that kept no ledger, or by a loop "
+            "whose samples are not in the order of a Session. Its chain is not that of equal batches in order either"
         )
-        fail(CheckpointsCode.CORRUPT, f"{run}: {text}batches in order: nothing can be proven of its samples")
+        fail(CheckpointsCode.CORRUPT, f"{run}: {text}: nothing can be proven of its samples")
     rolled_back = None if work is None else work.rolled_back
     if json_output:
         print_json({"run_id": record.run_id, "step": record.claims.step} | audit_facts(report, rolled_back))
@@ -103,7 +104,7 @@ def _read_file(path: Path, step: int | None) -> tuple[DataRecord, None]:
 
 def _read_run(run: str, step: int | None) -> tuple[DataRecord, WorkDone | None]:
     from orchestrator.data_record import record_of
-    from orchestrator.event_tail import events_in
+    from orchestrator.event_tail import each_event
     from orchestrator.work_done import work_done
     from storage.commit_log import CommitLog
     from storage.errors import ObjectMissing
@@ -118,7 +119,7 @@ def _read_run(run: str, step: int | None) -> tuple[DataRecord, WorkDone | None]:
         fail_without(inventory, url, step)
     record = record_of(log.read_manifest(commits[-1]))
     try:
-        events = events_in(store.get(EVENTS))
+        events = each_event(store.get(EVENTS))
     except ObjectMissing:
         return record, None
     return record, work_done(events, attempt=record.attempt, step=record.claims.step)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EventTail", "events_in"]
+__all__ = ["EventTail", "each_event", "events_in"]
 
 
 class EventTail:
@@ -31,12 +33,15 @@ class EventTail:
 
 def events_in(data: bytes) -> list[dict[str, Any]]:
     """The events of an event file, or of a part of one; a line that is torn, or none, is passed over."""
-    events: list[dict[str, Any]] = []
-    for line in data.splitlines():
+    return list(each_event(data))
+
+
+def each_event(data: bytes) -> Iterator[dict[str, Any]]:
+    """`events_in`, one at a time: parsed, those of a long Run take many times the bytes of the file."""
+    for line in io.BytesIO(data):
         try:
             event = json.loads(line)
         except ValueError:
             continue
         if isinstance(event, dict) and isinstance(event.get("event"), str):
-            events.append(event)
-    return events
+            yield event
