@@ -240,6 +240,9 @@ class _Server:
     def memory_report(self) -> Any:
         return self._keeper.memory_report()
 
+    def generation_receipts(self, attempt: Attempt, step: int) -> Any:
+        return self._keeper.generation_receipts(attempt, step)
+
     def abandon(self, attempt: Attempt, timeout_s: float = 30.0) -> Any:
         return self._worker.abandon(attempt, timeout_s)
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from storage.keys import Attempt
+from storage.memory_plan import ChosenGeneration, build_plan, choose_generation
+from storage.sources import RestorePlan
 from tests.fakes.rank_processes import Ended, Trio
+from tests.fakes.state_loops import train_with_own_state
 from tests.fakes.token_datasets import write_numbered_rows
 from tests.fakes.worker_settings import make_settings
+from workers.config import ModelConfig, OptimConfig
 from workers.contract import OrderKind, OutcomeKind
 
 STEPS = 12
@@ -89,6 +95,13 @@ def test_a_leave_and_the_last_step_are_stored_and_kept_by_one_copy(trio: Trio, d
     assert {(5, 0, False), (5, 1, True)} <= set(held(trio, 0))
 
 
+def logged(folder: Path, rank: int) -> list[Any]:
+    """What `train_with_own_state` has written, as it was restored and after each step."""
+    path = folder / f"rank-{rank}.txt"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [eval(line, {"__builtins__": {}}) for line in lines]
+
+
 def _but_for_the_attempt(shared: Any) -> Any:
     """The ledger says which Attempt consumed what."""
     return None if shared is None else shared | {"progress": shared["progress"] | {"ledger": ""}}
@@ -140,3 +153,53 @@ def test_a_killed_rank_leaves_its_newest_steps_with_its_peer(trio: Trio, data_ur
     assert whole, "no step is whole in memory"
     assert max(whole) >= last - 1
     trio.replace(2)
+
+
+def memory_plan(trio: Trio, attempt: Attempt, size: int, url: str) -> RestorePlan:
+    """By which the first ``size`` processes go on from the newest step of ``attempt`` that the Keepers hold."""
+    chosen = choose_generation([process.call("memory_report") for process in trio.processes], lineage={attempt: 0})
+    assert isinstance(chosen, ChosenGeneration), chosen
+    receipts = {
+        f"n{rank}": process.call("generation_receipts", attempt, chosen.key.step)
+        for rank, process in enumerate(trio.processes)
+    }
+    return build_plan(
+        chosen,
+        receipts,
+        attempt=trio.new_attempt(),
+        member_nodes=[f"n{rank}" for rank in range(size)],
+        root_url=url,
+        time_utc="2026-01-01T00:00:00Z",
+        metadata={},
+        key=bytes(range(32)),
+    )
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
+def test_what_peers_hold_is_the_whole_state_at_any_world_size(
+    trio: Trio, data_url: str, tmp_path: Path, parallelism: str
+) -> None:
+    """Scaler, each rank's own trackers and random numbers, a sharded average, the ledger; under DDP the replicas are
+    compared when the plan is made."""
+    made = make_settings(data_url, total_steps=30, memory_every=1)
+    model = ModelConfig.model_validate({"parallelism": parallelism})
+    settings = replace(made, model=model, optim=OptimConfig(loss_scaling=True), loop_config={"folder": str(tmp_path)})
+    trio.make(settings, tmp_path / "store", train_with_own_state)
+    left = trio.run(2, in_memory=True, order_after=2, kind=OrderKind.PART)
+    assert outcomes(left) == [OutcomeKind.LEFT] * 2
+    step, attempt = left[0].outcome.last_step, left[0].outcome.attempt
+    saved = [logged(tmp_path, rank)[-1] for rank in range(2)]
+    assert [line[0] for line in saved] == [step] * 2
+    for size in (2, 1, 3):
+        plan = memory_plan(trio, attempt, size, str(tmp_path / "store"))
+        assert (plan.step, plan.memory is not None) == (step, True)
+        num_before = [len(logged(tmp_path, rank)) for rank in range(size)]
+        ended = trio.run(size, restore=plan)
+        assert outcomes(ended) == [OutcomeKind.FINISHED] * size, ended[0].outcome.cause
+        lines = [logged(tmp_path, rank)[before] for rank, before in enumerate(num_before)]
+        for rank in range(min(size, 2)):
+            assert lines[rank][:6] == saved[rank][:6]
+            assert lines[rank][6] == pytest.approx(saved[rank][6], rel=1e-6)
+        assert [line[1] for line in lines[2:]] == [102] * (size - 2)  # as it was made
+        assert ended[0].reports[0].step == step + 1
+        assert ended[0].reports[0].loss_scale == left[0].reports[-1].loss_scale
