@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _LOOK_S: Final = 5.0
 _CLOSE_S: Final = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 1800.0  # after a store that failed: the whole Checkpoint is read again
-_MAX_WAITING: Final = 256  # Commits remembered; the newest are verified first, and the rest found in the store again
+_MAX_WAITING: Final = 256  # Commits remembered; the newest are verified first, the next driver finds the rest
 
 _DOUBT: Final = (
     "the Checkpoints of steps {first} and {second} have the right digests, and neither gives what was recorded when it "
@@ -86,6 +86,7 @@ class VerifierWatch:
         self._port: VerifierPort | None = None
         self._num_lost = self._num_failed = 0
         self._next_at_s = -math.inf
+        self._verified_to_s = -math.inf  # since when the newest that was verified had waited
         self._unproven: StepKey | None = None  # quarantined though its digests are right, and none was good since
         self._is_known = False  # what earlier drivers left unverified
         self._closed = threading.Event()
@@ -136,10 +137,9 @@ class VerifierWatch:
 
     def look(self) -> bool:
         """One round: verify the newest that waits, if it is time. False: never again in this driver."""
-        with self._lock:
-            ages = [self._monotonic() - since_s for since_s, _ in self._waiting.values()]
         if self._monotonic() < self._next_at_s:
             return True
+        ages = self._ages_s()
         if not may_begin(self._config, load_per_core=self._load(), ages_s=ages):
             return True
         try:
@@ -152,6 +152,14 @@ class VerifierWatch:
             self._next_at_s = self._monotonic() + pause_s
             _log.info("verifying waits %g s for the store: %s", pause_s, error)
         return True
+
+    def _ages_s(self) -> list[float]:
+        """Of those that wait. Once a newer one was verified there is no haste: else a machine that is always busy, and
+        commits faster than it verifies, would never have a rest."""
+        now_s = self._monotonic()
+        with self._lock:
+            since = [since_s for since_s, _ in self._waiting.values()]
+        return [now_s - since_s if since_s > self._verified_to_s else 0.0 for since_s in since]
 
     def _verify_newest(self) -> bool:
         port = self._ready_port()
@@ -169,6 +177,8 @@ class VerifierWatch:
         goes_on = True if verdict is None else self._tell(verdict, self._monotonic() - since_s)
         with self._lock:
             self._waiting.pop(key, None)
+        if verdict is not None and verdict.problem is None:
+            self._verified_to_s = max(self._verified_to_s, since_s)
         self._num_lost = self._num_failed = 0
         return goes_on
 

@@ -193,7 +193,9 @@ class CheckpointConfig(BaseModel):
     verify_load_per_core: float = Field(
         0.7, ge=0, description="verifying begins where the driver's machine is less busy than this, by its load average"
     )
-    verify_after_s: float = Field(900.0, ge=0, description="age at which a Checkpoint is verified however busy it is")
+    verify_after_s: float = Field(
+        900.0, ge=0, description="age at which one is verified however busy it is, where no newer one was"
+    )
     memory: MemoryConfig = MemoryConfig()
     local_disk: LocalDiskConfig = LocalDiskConfig()
     store: StoreConfig = StoreConfig()

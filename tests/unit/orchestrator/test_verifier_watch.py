@@ -109,6 +109,25 @@ def test_no_process_is_made_before_a_checkpoint_waits_and_it_is_time() -> None:
     assert bench.ports[0].keys == [key_of(10)]
 
 
+def test_on_a_busy_machine_older_ones_wait_for_it_to_be_idle_once_a_newer_one_is_verified() -> None:
+    bench = Bench()
+    bench.load = 2.0
+    bench.watch.on_signal(committed(10))
+    bench.now_s = 50.0
+    bench.watch.on_signal(committed(20))
+    for now_s in (100.0, 105.0, 900.0):
+        bench.now_s = now_s
+        assert bench.watch.look()
+    assert bench.ports[0].keys == [key_of(20)]
+    bench.watch.on_signal(committed(30))
+    bench.now_s = 1000.0
+    assert bench.watch.look()
+    assert bench.ports[0].keys == [key_of(20), key_of(30)], "what came since is of age"
+    bench.load = 0.1
+    assert bench.watch.look()
+    assert bench.ports[0].keys[-1] == key_of(10)
+
+
 def test_the_newest_is_verified_first_and_what_earlier_drivers_left_too() -> None:
     bench = Bench(earlier={key_of(5): 2_000_000})
     for step in (10, 20):
