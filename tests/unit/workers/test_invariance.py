@@ -167,6 +167,27 @@ def test_what_an_evaluation_of_the_loops_own_left_whole_is_summed_like_all_else(
         assert torch.equal(gradient, expected[name]), name  # type: ignore[arg-type]
 
 
+class WithNothing(OddModel):
+    """It has a parameter without elements, as the bias of an adapter of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + self.nothing.sum()
+
+
+@pytest.mark.parametrize("mode", [True, "exact"])
+def test_a_parameter_without_elements_is_no_hindrance(mesh: DeviceMesh, mode: Reproducible) -> None:
+    found = step_of(model_of(mesh, mode, WithNothing))
+    nothing = found.pop("nothing")
+    assert nothing is None or nothing.shape == (0, 5)
+    for name, gradient in step_of(model_of(mesh, mode)).items():
+        assert gradient is not None
+        assert torch.equal(gradient, found[name]), name  # type: ignore[arg-type]
+
+
 class SometimesUsing(OddModel):
     """Two of its own parameters are for some ids only."""
 
