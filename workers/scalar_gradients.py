@@ -1,4 +1,4 @@
-"""Gradients of parameters of at most one element, which FSDP2 leaves to us: summed in leaf order, in fp64, rounded once.
+"""Gradients of parameters without dimensions, which FSDP2 leaves to us: summed in leaf order, in fp64, rounded once.
 
 They are few and tiny, so every rank gets those of all leaves and adds them up in the same order. Only reproducible
 training needs this; else they are summed as they come.
@@ -21,7 +21,8 @@ class ScalarGradients:
     """`take` after each leaf's backward, `reduce` once a step on every rank."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = tuple(parameters)
+        # Those without elements have nothing to sum.
+        self._parameters = tuple(parameter for parameter in parameters if parameter.numel())
         self._rounds: list[torch.Tensor] = []
 
     def take(self) -> None:
@@ -31,7 +32,7 @@ class ScalarGradients:
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self._parameters
         ]
-        self._rounds.append(torch.cat([gradient.detach().double().reshape(-1) for gradient in gradients]))
+        self._rounds.append(torch.stack([gradient.detach().double() for gradient in gradients]))
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -46,8 +47,6 @@ class ScalarGradients:
             dist.all_gather(by_rank, own)
         total = torch.zeros_like(own[0])
         fold(total, torch.stack(by_rank, dim=1).flatten(0, 1)[:num_leaves].unbind())
-        parts = total.split([parameter.numel() for parameter in self._parameters])
-        for parameter, part in zip(self._parameters, parts, strict=True):
-            gradient = part.view(parameter.shape)
+        for parameter, gradient in zip(self._parameters, total, strict=True):
             parameter.grad = gradient.to(parameter.dtype, copy=True) if parameter.requires_grad else None
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
