@@ -26,6 +26,7 @@ from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
 from orchestrator.keepers import KEEPER_TTL_S
 from orchestrator.recorder import Recorder
+from orchestrator.replica_doubt import Doubt
 from orchestrator.store_waits import StoreWaits
 from orchestrator.store_watch import StoreUser
 from orchestrator.worker_group import WorkerGroup
@@ -56,7 +57,7 @@ class Aftermath:
         store: StoreWaits,
         history: FailureHistory,
         wall_clock: Callable[[], float] = time.time,
-        unlike_replicas: Callable[[Attempt], str | None] = lambda _: None,
+        unlike_replicas: Callable[[Attempt, tuple[str, ...]], Doubt | None] = lambda *_: None,
     ) -> None:
         self._config = config
         self._group = group
@@ -174,9 +175,10 @@ class Aftermath:
         self._store.take_signals()
         if self._coordinator.has_committed(total):
             return Stop(exit_code=ExitCode.SUCCESS, reason=f"finished step {total}")
-        unlike = None if end.attempt is None else self._unlike_replicas(end.attempt)
-        if unlike is not None:
-            return self._after_fault(self._broken(end, AttemptFacts(unlike_replicas=unlike), unlike), resume_url)
+        doubt = None if end.attempt is None else self._unlike_replicas(end.attempt, end.workers)
+        if doubt is not None:
+            facts = AttemptFacts(unlike_replicas=doubt.detail, lost_workers=doubt.workers)
+            return self._after_fault(self._broken(end, facts, doubt.detail), resume_url)
         if stop is not None:
             return stop
         lost = self._lost_while_saving(end)

@@ -45,11 +45,12 @@ _BUSY_PHASES = frozenset({Phase.STARTING, Phase.IDLE, Phase.FORMING, Phase.LOADI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Every rank trained to the last step. ``nodes``: of each rank, whose save may still be under way."""
+    """Every rank trained to the last step. ``nodes``, ``workers``: of each rank, whose save may still be under way."""
 
     weights_digest: str | None
     attempt: Attempt | None = None
     nodes: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +191,7 @@ class AttemptRun:
                 weights_digest=digests[0] if digests else None,
                 attempt=self._world.attempt,
                 nodes=tuple(member.node_id for member in self._world.members),
+                workers=tuple(member.worker_id for member in self._world.members),
             )
         step = max(outcome.last_step for outcome in self._outcomes.values())
         leaving = self._leaving

@@ -140,7 +140,7 @@ class Controller:
             recorder=recorder,
             store=self._store,
             history=self._history,
-            unlike_replicas=self._doubt.said,
+            unlike_replicas=self._doubt.of_ended,
         )
         self._memory = MemorySetup(config.checkpoint.memory, crew, recorder)
         self._chooser = PlanChooser(

@@ -6,6 +6,7 @@ and choosing are the callers' work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.signals import SaveFailed, Signal
@@ -43,10 +44,14 @@ class ReplicaDoubt:
             return None
         return _doubt(world, failed.step, failed.disagreement)
 
-    def said(self, attempt: Attempt) -> str | None:
-        """The same of a World that has ended, as the refused Commit put it."""
+    def of_ended(self, attempt: Attempt, workers: Sequence[str]) -> Doubt | None:
+        """The same of a World that has ended, as the refused Commit put it. ``workers``: of each rank."""
         failed = self._failed.get(attempt)
-        return None if failed is None else failed.reason
+        if failed is None or failed.disagreement is None:
+            return None
+        found = failed.disagreement
+        accused = tuple(workers[rank] for rank in found.ranks if rank < len(workers))
+        return Doubt(workers=accused if found.is_settled else (), detail=failed.reason)
 
 
 def _doubt(world: World, step: int, found: Disagreement) -> Doubt:

@@ -5,6 +5,8 @@ Coordinator, recorder, plan chooser and the watch over an Attempt are real, each
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,10 +138,13 @@ def test_memory_is_trusted_again_in_the_attempt_that_follows() -> None:
 def test_a_last_save_that_is_refused_is_trained_again() -> None:
     scene = test_aftermath.Scene()
     doubt = ReplicaDoubt()
-    scene.aftermath._unlike_replicas = doubt.said
+    scene.aftermath._unlike_replicas = doubt.of_ended
+    removed: list[str] = []
+    scene.aftermath._group = SimpleNamespace(views=lambda _: (), remove_worker=removed.append)  # type: ignore[assignment]
     assert test_aftermath.FINISHED.attempt is not None
     doubt.on_signal(refused(attempt=test_aftermath.FINISHED.attempt))
-    decision = scene.aftermath.after(test_aftermath.FINISHED, None)
+    decision = scene.aftermath.after(replace(test_aftermath.FINISHED, workers=("w0", "w1", "w2")), None)
     assert isinstance(decision, Regroup)
     assert (decision.cause, decision.reason) == ("replicas-disagree", "rank 1 differs")
     assert scene.journal[0]["counters"].infrastructure == 1
+    assert removed == ["w1"], "the process in the wrong is replaced, as within a World"
