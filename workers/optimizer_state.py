@@ -60,9 +60,11 @@ def _named_entries(
 ) -> dict[str, JsonValue]:
     """Plain entries of one parameter; its tensors go into ``found``."""
     own: dict[str, JsonValue] = {}
+    is_spread = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
     for key, value in entries.items():
         if isinstance(value, torch.Tensor):
-            _require_restorable(f"{path}.{key}", value, parameter)
+            if is_spread:
+                _require_restorable(f"{path}.{key}", value, parameter)
             found[f"{path}.{key}"] = value
         else:
             own[key] = to_plain(value, f"{path}.{key}", None)
@@ -70,9 +72,8 @@ def _named_entries(
 
 
 def _require_restorable(path: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Refuse what another World could not be given: how it lies over the ranks is not known."""
-    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
-        return
+    """Refuse what another World could not be given of a parameter that several ranks share: how it lies over them is
+    not known."""
     if isinstance(value, DTensor):
         if value.shape != parameter.shape:
             raise NotPlain(path, f"sharded in another shape, {tuple(value.shape)}, than its parameter")

@@ -161,9 +161,11 @@ def holding(tensor: torch.Tensor, *, rank: int, world_size: int) -> Holding | No
     """Who else holds what this rank does of ``tensor``; None: nobody."""
     if not isinstance(tensor, DTensor):
         return Holding(label="whole", index=rank, count=world_size)
-    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     copies = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    if not copies or place is None:
+    if not copies:
+        return None
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if place is None:
         return None
     (dim,) = copies  # the meshes of this package have one at most
     shard = "-".join(str(at) for other, at in enumerate(place) if other != dim)

@@ -5,10 +5,12 @@ Nothing is copied, moved or gathered here: the tensors are the living ones, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 import torch
 from pydantic import JsonValue
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workers.loss_scaling import is_in_use
@@ -51,7 +53,8 @@ def capture(state: TrainingState, *, rank: int, world_size: int, rng: bool = Tru
     ``world_size`` 1: all that this rank holds, whoever else holds it.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in (*named_parameters(state.model), *persistent_buffers(state.model)):
+    parameters = list(named_parameters(state.model))
+    for name, tensor in (*parameters, *persistent_buffers(state.model)):
         _add(tensors, f"{MODEL}{name}", tensor)
     trackers: dict[str, JsonValue] = {
         name: to_plain(tracker.state_dict(), f"{TRACKER}{name}", tensors) for name, tracker in state.trackers.items()
@@ -65,7 +68,7 @@ def capture(state: TrainingState, *, rank: int, world_size: int, rng: bool = Tru
     }
     if state.scaler is not None and is_in_use(state.scaler):
         shared[SCALER] = to_plain(numbers(state.scaler.state_dict()), SCALER, None)
-    units = _held_alike(state, rank, world_size)
+    units = _held_alike(state, parameters, rank, world_size)
     tensors = _share(tensors, units, rank)
     own = capture_rank_trackers(state.rank_trackers, rank, tensors)
     if rng:
@@ -86,12 +89,14 @@ class _Unit:
     parts: dict[str, torch.Tensor]
 
 
-def _held_alike(state: TrainingState, rank: int, world_size: int) -> dict[str, _Unit]:
+def _held_alike(
+    state: TrainingState, parameters: Iterable[tuple[str, nn.Parameter]], rank: int, world_size: int
+) -> dict[str, _Unit]:
     """By name of the parameter. Buffers are not among them: running statistics, say, differ from rank to rank."""
     found: dict[str, _Unit] = {}
     if world_size == 1:
         return found
-    for name, parameter in named_parameters(state.model):
+    for name, parameter in parameters:
         held = holding(parameter, rank=rank, world_size=world_size)
         if held is None:
             continue
