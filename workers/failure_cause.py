@@ -16,7 +16,7 @@ import torch.distributed as dist
 from storage.errors import CorruptCheckpoint, ManifestMismatch, MemoryUnreadable, StorageError
 from storage.keys import StepKey
 from workers.contract import CauseKind, FailureCause
-from workers.data_errors import DataError
+from workers.data_errors import DataError, DatasetChanged
 from workers.errors import AttemptAbandoned, FormingFailed, NotReproducible, RanksDisagree, StepRejected
 
 __all__ = ["cause_of", "classify"]
@@ -47,10 +47,10 @@ def classify(error: BaseException) -> CauseKind:
         return CauseKind.MEMORY
     if isinstance(error, StorageError):
         return CauseKind.STORAGE
+    if isinstance(error, (NotReproducible, DatasetChanged)):
+        return CauseKind.CONFIGURATION
     if isinstance(error, DataError):
         return CauseKind.DATA
-    if isinstance(error, NotReproducible):
-        return CauseKind.CONFIGURATION
     if isinstance(error, StepRejected):
         return CauseKind.BAD_STEP
     if _is_out_of_memory(error):

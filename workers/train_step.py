@@ -26,6 +26,7 @@ from workers.sample_order import leaf_digest
 from workers.schedule import advance_schedule
 from workers.state import TrainingState
 from workers.stream import Leaf, LeafStream
+from workers.unused_parameters import count_unused
 
 __all__ = ["TrainStep"]
 
@@ -61,6 +62,7 @@ class TrainStep:
         self.grad_norm: torch.Tensor | None = None
         self.gradient_sum: GradientSum | None = None
         self.lr = 0.0
+        self._num_taken = self._num_backward = 0
 
     def leaves(self) -> Iterator[Leaf]:
         """This rank's micro-batches. Gradients are reduced over ranks in the backward of the last one, or, where each
@@ -68,6 +70,7 @@ class TrainStep:
         for round_index, leaf in enumerate(self._stream.leaves(self.number)):
             self._check()
             self._begin_leaf(round_index, leaf)
+            self._num_taken += 1
             yield move_leaf(leaf, self._device)
             if self._invariance is not None:
                 self._invariance.end_leaf()
@@ -77,7 +80,10 @@ class TrainStep:
         model, invariance = self._state.model, self._invariance
         if isinstance(model, FSDPModule):
             is_last = round_index == num_rounds(self._num_leaves, self._world_size) - 1
-            is_reduced = is_last or (invariance is not None and invariance.is_exact)
+            is_folded = invariance is not None and invariance.is_exact
+            is_reduced = is_last or is_folded
+            if is_last and round_index and not is_folded:
+                count_unused(model)
             model.set_requires_gradient_sync(is_reduced)
             model.set_is_last_backward(is_reduced)
         if invariance is not None:
@@ -94,6 +100,7 @@ class TrainStep:
         """Add the leaf's share of the gradient; a surplus leaf adds zero and leaves no trace in the records."""
         weight = leaf_weight(num_leaves=self._num_leaves, is_surplus=leaf.is_surplus)
         torch.autograd.backward(self.scaling.scaled(loss * weight))
+        self._num_backward += 1
         if leaf.is_surplus:
             return
         if leaf.index in self.losses:
@@ -109,6 +116,7 @@ class TrainStep:
         """
         if self.grad_norm is not None:
             raise LoopMisused(f"step {self.number}: apply was called twice")
+        self._require_all_leaves()
         self._check()
         self._end_leaves()  # of a loop that did not ask whether there is another
         state = self._state
@@ -125,6 +133,20 @@ class TrainStep:
         advance_schedule(state.scheduler, is_update_skipped=self.scaling.is_skipped)
         state.optimizer.zero_grad(set_to_none=True)
         return self.grad_norm
+
+    def _require_all_leaves(self) -> None:
+        """Else the sum would lack a leaf, or hold one of another weight, and the record of the step its samples."""
+        due = num_rounds(self._num_leaves, self._world_size)
+        if self._num_taken != due:
+            raise LoopMisused(
+                f"step {self.number}: {self._num_taken} of this rank's {due} leaves were taken before step.apply; "
+                "go through all of step.leaves()"
+            )
+        if self._num_backward != due:
+            raise LoopMisused(
+                f"step {self.number}: {self._num_backward} of this rank's {due} leaves went through step.backward; "
+                "call step.backward(leaf, loss) once for each, in place of loss.backward()"
+            )
 
     def _require_gradients(self, optimizer: Optimizer) -> None:
         """Nothing would train, and nothing would show it: FSDP2 does not find the tensors of just any output."""

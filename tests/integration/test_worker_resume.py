@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def test_another_model_is_refused_by_name_and_other_data_too(trio: Trio, data_ur
     assert "layers.2" in cause.message
     trio.make(replace(settings, seed=99, total_steps=4), tmp_path)
     cause = trio.run(1, restore=plan)[0].outcome.cause
-    assert (cause.kind, cause.error_type) == (CauseKind.DATA, "DatasetChanged")
+    assert (cause.kind, cause.error_type) == (CauseKind.CONFIGURATION, "DatasetChanged")
     assert "seed" in cause.message
     assert trio.run(1, restore=plan, data_override=True)[0].outcome.kind is OutcomeKind.FINISHED
 
@@ -141,7 +141,7 @@ def test_a_mix_goes_on_at_another_world_size_and_a_changed_weight_is_refused_by_
     assert [r.sample_chain for r in resumed[0].reports] == [r.sample_chain for r in unbroken[0].reports[2:]]
     trio.make(mixed(2), tmp_path)
     cause = trio.run(1, restore=plan)[0].outcome.cause
-    assert (cause.kind, cause.error_type) == (CauseKind.DATA, "DatasetChanged")
+    assert (cause.kind, cause.error_type) == (CauseKind.CONFIGURATION, "DatasetChanged")
     assert "sources.wiki.weight (saved 3, now 2)" in cause.message
     ended = trio.run(1, restore=plan, data_override=True)
     assert ended[0].outcome.kind is OutcomeKind.FINISHED
@@ -205,3 +205,35 @@ def test_a_users_own_model_optimizer_and_tracker_resume_too(trio: Trio, data_url
     assert [r.loss for r in resumed[0].reports] == [r.loss for r in unbroken[0].reports[3:]]
     assert [r.lr for r in resumed[0].reports] == [r.lr for r in unbroken[0].reports[3:]]
     assert resumed[0].outcome.weights_digest == unbroken[0].outcome.weights_digest
+
+
+def train_with_a_plain_backward(session: Session) -> None:
+    for step in session.steps():
+        for leaf in step.leaves():
+            torch.autograd.backward(session.loss(leaf))
+        step.apply()
+        session.step_end(step)
+
+
+def train_on_the_first_leaf_alone(session: Session) -> None:
+    for step in session.steps():
+        leaf = next(iter(step.leaves()))
+        step.backward(leaf, session.loss(leaf))
+        step.apply()
+        session.step_end(step)
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (train_with_a_plain_backward, "0 of this rank's 4 leaves went through step.backward"),
+        (train_on_the_first_leaf_alone, "1 of this rank's 4 leaves were taken before step.apply"),
+    ],
+)
+def test_a_loop_that_leaves_a_leaf_out_of_the_sum_is_stopped_at_its_first_step(
+    trio: Trio, data_url: str, tmp_path: Path, loop: Callable[[Session], None], words: str
+) -> None:
+    trio.make(make_settings(data_url, total_steps=2), tmp_path, loop)
+    (ended,) = trio.run(1)
+    assert (ended.outcome.cause.error_type, ended.outcome.last_step) == ("LoopMisused", 0)
+    assert words in ended.outcome.cause.message
