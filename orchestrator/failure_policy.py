@@ -139,7 +139,7 @@ def _classify(facts: AttemptFacts) -> Fault:
     root = _root_cause(facts.outcomes)
     gone = bool(facts.lost_nodes or facts.lost_workers)
     if root is not None and not (gone and root.kind in _OF_THE_LOST):
-        where = f"rank {root.rank}, step {root.step}: {root.error_type}: {root.message}"
+        where = f"{root.where}: {root.error_type}: {root.message}"
         kinds = {
             CauseKind.CORRUPT_CHECKPOINT: FaultKind.CORRUPT_CHECKPOINT,
             CauseKind.CHECKPOINT_MISMATCH: FaultKind.MISMATCH,

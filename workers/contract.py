@@ -296,7 +296,8 @@ class CoordinatorPort(Protocol):
 class FailureCause:
     """A plain, pickle-safe picture of an exception: no traceback objects, which would keep the model alive.
 
-    ``windows``: the samples of a step that may not stand.
+    ``windows``: the samples of a step that may not stand. ``is_restoring``: ``step`` is that of the Checkpoint
+    that was being loaded, not one that was being trained.
     """
 
     kind: CauseKind
@@ -308,6 +309,11 @@ class FailureCause:
     corrupt_step: StepKey | None = None
     corrupt_key: str | None = None
     windows: tuple[SkippedWindow, ...] = ()
+    is_restoring: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"rank {self.rank}, {f'while restoring step {self.step}' if self.is_restoring else f'step {self.step}'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
@@ -157,19 +158,19 @@ class TrainingThread:
 
     def _cause(self, error: BaseException, finished_step: int) -> FailureCause:
         restore = self._spec.restore
+        is_restoring = restore is not None and self._pulse.read().phase is Phase.LOADING
         cause = cause_of(
             error,
             rank=self._spec.rank,
-            step=finished_step + 1,
+            step=restore.step if restore is not None and is_restoring else finished_step + 1,
             loaded=None if restore is None else restore.source,
             is_abandoned=self._is_abandoned.is_set(),
         )
+        cause = replace(cause, is_restoring=is_restoring)
         # What others' trouble looks like from here is not worth a line on the driver's terminal.
         is_echo = cause.kind in (CauseKind.ABANDONED, CauseKind.COLLECTIVE)
         level = logging.INFO if is_echo else logging.ERROR
-        _log.log(
-            level, "rank %d, step %d: %s: %s: %s", cause.rank, cause.step, cause.kind, cause.error_type, cause.message
-        )
+        _log.log(level, "%s: %s: %s: %s", cause.where, cause.kind, cause.error_type, cause.message)
         return cause
 
     def _close_courier(self, *, is_failed: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orchestrator.config import FailureConfig
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
@@ -39,6 +41,13 @@ def test_the_error_of_one_rank_is_the_reason_and_its_peers_echoes_are_not() -> N
     assert fault.kind is FaultKind.USER_ERROR
     assert "rank 1" in fault.detail
     assert "404 shard X" in fault.detail
+
+
+def test_an_error_of_a_restore_names_the_step_that_was_restored() -> None:
+    outcome = failed(0, CauseKind.CORRUPT_CHECKPOINT, "CorruptCheckpoint", step=30)
+    assert outcome.cause is not None
+    restoring = replace(outcome, cause=replace(outcome.cause, is_restoring=True))
+    assert classify(AttemptFacts(outcomes=(restoring,))).detail.startswith("rank 0, while restoring step 30: Corrupt")
 
 
 def test_collective_errors_around_a_lost_node_are_infrastructure() -> None:
