@@ -7,7 +7,7 @@ before the first step where it can be seen there. How gradients are summed is `e
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 import xxhash
 from torch import nn, optim
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
@@ -88,9 +87,6 @@ class Invariance:
             self._is_leaf_open = False
             if self._scalars is not None:
                 self._scalars.take()
-            if not (self.is_exact or self._round.is_last):
-                for name in self._runs:
-                    _count_unused(self._sharded[name])
             self._buffers.require_unchanged()
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
@@ -115,8 +111,6 @@ class Invariance:
         assert isinstance(module, nn.Module)
         if self.is_exact:
             LeafFold(self._round).install(module, self._world_size)
-        # A parameter that some leaves do not use has its place in every sum all the same.
-        module.set_reduce_scatter_unused_params(True, recurse=False)
         module.register_forward_pre_hook(lambda _module, _inputs: self._require_first_run(name), prepend=True)
 
     def _require_first_run(self, name: str) -> None:
@@ -128,21 +122,6 @@ class Invariance:
                 f"{name or 'the model'} runs more than once in the forward of one leaf; its gradient would then be"
                 f" summed in parts whose order depends on the number of ranks; call it once a leaf, {_OFF}"
             )
-
-
-def _parts(module: FSDPModule) -> Iterator[FSDPParam]:
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        yield from group.fsdp_params
-
-
-def _count_unused(module: FSDPModule) -> None:
-    """Zero as the sum, so far, of each parameter that no leaf has used yet: FSDP2 reduces the gradients of a module in
-    one dtype, and what only the last leaf uses would come in another."""
-    for part in _parts(module):
-        whole = part._unsharded_param
-        # No dtype: that of the gradients themselves.
-        if part.reduce_dtype is not None and whole.requires_grad and part.unsharded_accumulated_grad is None:
-            part.unsharded_accumulated_grad = torch.zeros(whole.shape, dtype=part.reduce_dtype, device=whole.device)
 
 
 class _BufferWatch:

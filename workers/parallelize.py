@@ -23,6 +23,7 @@ from workers.config import ActivationCheckpointConfig, ModelConfig, Reproducible
 from workers.exact_norm import exact_norm
 from workers.invariance import Invariance, require_invariant_modules
 from workers.replicated import compute_in, is_first_replica, sum_gradients
+from workers.unused_parameters import send_unused
 
 __all__ = [
     "Gradients",
@@ -97,6 +98,7 @@ def _shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    send_unused(model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

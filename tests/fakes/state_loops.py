@@ -98,6 +98,32 @@ def train_scaled(session: Session) -> None:
         session.step_end(step)
 
 
+class Experts(NoDropout):
+    """Two layers of one shape, of which a leaf uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.is_odd = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        logits: torch.Tensor = self.head(x + (self.odd if self.is_odd else self.even)(x))
+        return logits
+
+
+def train_experts(session: Session) -> None:
+    state = session.build(make_model=Experts, loss=mean_loss)
+    model = state.model
+    assert isinstance(model, Experts)
+    for step in session.steps():
+        for leaf in step.leaves():
+            model.is_odd = leaf.index % 2 == 1
+            step.backward(leaf, session.loss(leaf))
+        step.apply()
+        session.step_end(step)
+
+
 class Wrapped:
     """An output that torch cannot look into."""
 

@@ -18,6 +18,7 @@ from storage.sources import RestorePlan
 from tests.fakes.rank_processes import Ended, Trio
 from tests.fakes.state_loops import (
     OwnState,
+    train_experts,
     train_hidden,
     train_holding_progress,
     train_plainly,
@@ -122,6 +123,22 @@ def test_loss_scaling_by_a_power_of_two_changes_no_bit_in_float32(
             (ended[0].outcome.weights_digest, [(report.loss, report.grad_norm) for report in ended[0].reports])
         )
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_only_some_leaves_use_is_summed_as_zero_in_the_others(
+    pair: Trio, settings: WorkerSettings, tmp_path: Path, dtype: str
+) -> None:
+    """Alone a rank runs both leaves of a step, of two each one, with parameters of one shape that the other has not
+    used."""
+    data = settings.data.model_copy(update={"global_batch": 4})
+    changed = replace(settings, data=data, model=ModelConfig.model_validate({"compute_dtype": dtype}))
+    pair.make(changed, tmp_path, train_experts)
+    alone, both = pair.run(1), pair.run(2)
+    assert_finished(alone)
+    assert_finished(both)
+    norms = [[report.grad_norm for report in ended[0].reports] for ended in (alone, both)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
 def test_an_output_in_which_fsdp_finds_no_tensor_is_an_error_and_no_silent_standstill(

@@ -19,6 +19,7 @@ from workers.invariance import require_invariant_modules, require_invariant_opti
 from workers.models import materialize
 from workers.names import named_parameters
 from workers.parallelize import invariance_of, parallelize, reduced_gradients
+from workers.unused_parameters import count_unused
 
 NUM = 4099
 CUTS = ((), (1,), (5, 6, 9, 1000), (1025, 2050, 3075), tuple(range(7, 3500, 7)))
@@ -147,6 +148,8 @@ def step_of(model: nn.Module, leaves: list[torch.Tensor] = LEAVES) -> dict[str, 
     for number, ids in enumerate(leaves):
         is_last = number == len(leaves) - 1
         model.set_requires_gradient_sync(is_last or invariance.is_exact)  # type: ignore[operator]
+        if is_last and number and not invariance.is_exact:
+            count_unused(model)
         invariance.begin_leaf(number, len(leaves))
         backward(model, ids)
         invariance.end_leaf()
