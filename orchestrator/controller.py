@@ -348,6 +348,7 @@ class Controller:
             fault_s=None,
             detected_s=detected_s,
             lost_steps=lost_steps,
+            durable_step=self._chooser.durable_step,
             members=[member.worker_id for member in world.members],
             wanted_workers=self._sizing.world.max_workers,
         )

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from orchestrator.report_text import count
 from orchestrator.restored import restored_words
 from orchestrator.save_summary import is_routine, policy_of
 from orchestrator.summary import Event
@@ -75,6 +76,7 @@ class RunStatus:
                 self.wanted_workers = _number(event, "wanted_workers", self.world_size)
                 self.step, self._tokens = _number(event, "restored_step", self.step), None
                 self._base_step, self._durable_s, self._finished_s = self.step, None, None
+                self._know_committed(event)
                 self.safe_step = None
                 self._bound.clear()
             case "decision":
@@ -132,6 +134,14 @@ class RunStatus:
         self._is_skip_news = self._skip_said_s is None or now_s - self._skip_said_s >= _SAID_EVERY_S
         if self._is_skip_news and not self.is_store_away:
             self._skip_said_s = now_s
+
+    def _know_committed(self, event: Event) -> None:
+        """What an Attempt goes on from may have been committed by a driver of which nothing else was seen here."""
+        durable = event.get("durable_step")
+        if isinstance(durable, int):
+            self.committed_step = durable or None
+        elif event.get("restored_from") in ("local-disk", "object-storage"):
+            self.committed_step = _number(event, "restored_step", 0)
 
     def _add_commit(self, step: int) -> None:
         self.committed_step = self._base_step = step
@@ -199,11 +209,11 @@ def event_line(event: Event) -> str | None:
         case "attempt_started":
             start = f"from step {event.get('restored_step')} ({event.get('restored_from')})"
             lost = _number(event, "lost_steps", 0)
-            again = f", {lost} steps run again" if lost else ""
+            again = f", {count(lost, 'step')} run again" if lost else ""
             why = f"attempt {event.get('attempt')} ({event.get('cause')})"
-            return f"{why}: {event.get('world_size')} workers, {start}{again}"
+            return f"{why}: {count(_number(event, 'world_size', 0), 'worker')}, {start}{again}"
         case "request":
-            to = f" to {event['workers']} workers" if event.get("workers") else ""
+            to = f" to {count(event['workers'], 'worker')}" if event.get("workers") else ""
             return f"asked by {event.get('made_by') or 'someone'}: {event.get('wish')}{to}"
         case "decision" if event.get("decision") in ("keep", "refuse"):
             return str(event.get("reason"))
@@ -226,7 +236,7 @@ def event_line(event: Event) -> str | None:
         case "store_away":
             return f"the store is away, training goes on: {event.get('reason')}"
         case "work_at_risk":
-            risk = f"{event.get('at_risk_steps')} steps ({_whole(event, 'at_risk_s')} s) at risk"
+            risk = f"{count(_number(event, 'at_risk_steps', 0), 'step')} ({_whole(event, 'at_risk_s')} s) at risk"
             away = f"the store has been away for {_whole(event, 'away_s')} s"
             return f"{away}: {risk} since step {event.get('durable_step')}"
         case "store_back":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from orchestrator.save_summary import Spacing
 from orchestrator.summary import AttemptSummary, RunSummary
 
-__all__ = ["duration", "report_text", "size", "sparkline"]
+__all__ = ["count", "duration", "report_text", "size", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
@@ -88,12 +88,17 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} PB"
 
 
+def count(number: int, noun: str) -> str:
+    """E.g. ``1 step``, ``2 steps``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _is_finite(value: float) -> bool:
     return value - value == 0
 
 
 def _headline(summary: RunSummary) -> str:
-    lines = [f"Run {summary['run_id']}: {summary['status']} after {_count(summary['steps'], 'step')}"]
+    lines = [f"Run {summary['run_id']}: {summary['status']} after {count(summary['steps'], 'step')}"]
     if summary["exit_reason"]:
         lines.append(f"  {summary['exit_reason']}")
     if summary["loss_first"] is not None and summary["loss_last"] is not None:
@@ -127,7 +132,7 @@ def _attempt_table(attempts: Sequence[AttemptSummary]) -> str:
 
 def _attempt_row(attempt: AttemptSummary) -> tuple[str, ...]:
     source = "" if attempt["restored_from"] == "none" else f", {attempt['restored_from']}"
-    lost = _count(attempt["lost_steps"], "step") if attempt["lost_steps"] else "nothing"
+    lost = count(attempt["lost_steps"], "step") if attempt["lost_steps"] else "nothing"
     back = "-"
     if attempt["fault_s"] is not None:
         first = attempt["first_step_s"]
@@ -173,13 +178,13 @@ def _saves(summary: RunSummary) -> str:
         f"  cost         {duration(saves['stall_s'])} of training{of_it}; {size(saves['stored_bytes'])} stored"
     )
     left_out = [
-        (saves["held_back"], f"held back at {_count(saves['held_back'], 'weighing')}"),
+        (saves["held_back"], f"held back at {count(saves['held_back'], 'weighing')}"),
         (saves["skipped"], f"{saves['skipped']} skipped: two earlier ones were under way"),
     ]
     if any(number for number, _ in left_out):
         lines.append(f"  left out     {', '.join(text for number, text in left_out if number)}")
     if saves["threshold"] is not None:
-        lines.append(f"  threshold    moved {_count(saves['threshold_moves'], 'time')}, now {saves['threshold']:.3g}")
+        lines.append(f"  threshold    moved {count(saves['threshold_moves'], 'time')}, now {saves['threshold']:.3g}")
     return "Saves\n" + "\n".join(lines)
 
 
@@ -205,10 +210,10 @@ def _storage(summary: RunSummary) -> str:
             f"{times}, {duration(storage['outage_s'])} in all, {duration(storage['longest_outage_s'])} at the longest"
         )
         lines.append(f"  away         {away}")
-        risk = f"{_count(storage['max_at_risk_steps'], 'step')}, {duration(storage['max_at_risk_s'])}"
+        risk = f"{count(storage['max_at_risk_steps'], 'step')}, {duration(storage['max_at_risk_s'])}"
         lines.append(f"  at risk      {risk} at the most")
     if storage["upload_retries"]:
-        lines.append(f"  uploads      {_count(storage['upload_retries'], 'request')} sent again")
+        lines.append(f"  uploads      {count(storage['upload_retries'], 'request')} sent again")
     missed = [
         (storage["saves_failed"], "failed"),
         (storage["saves_retried"], "tried again"),
@@ -246,7 +251,3 @@ def _next_steps(summary: RunSummary, url: str, config_path: str) -> str:
         chaos = f"kill-node@{third},add-node@{2 * third}"
         lines.append(f"  raysume run {config_path} run.url=./outputs/chaos --local-nodes 4 --chaos {chaos}")
     return "\n".join(lines) if len(lines) > 1 else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

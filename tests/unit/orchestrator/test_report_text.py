@@ -116,6 +116,29 @@ def test_plain_progress_writes_a_line_every_ten_steps_and_for_events_of_note() -
     )
 
 
+@pytest.mark.parametrize(
+    ("restored", "shown"),
+    [
+        ({"restored_from": "object-storage"}, "committed 20"),
+        ({"restored_from": "local-disk", "durable_step": 20}, "committed 20"),
+        ({"restored_from": "peer-memory", "durable_step": 15}, "committed 15"),
+        ({"restored_from": "peer-memory", "durable_step": 0}, "no checkpoint yet"),
+        ({"restored_from": "peer-memory"}, "no checkpoint yet"),
+    ],
+)
+def test_a_resumed_run_is_said_to_have_the_checkpoint_that_it_has(restored: Event, shown: str) -> None:
+    status = RunStatus()
+    status.add({"event": "attempt_started", "restored_step": 20, "world_size": 1} | restored)
+    assert f" · {shown} · " in status.line()
+
+
+def test_one_of_something_is_not_said_to_be_several() -> None:
+    start: Event = {"event": "attempt_started", "attempt": 2, "cause": "hang", "world_size": 1, "restored_step": 4,
+                    "restored_from": "object-storage", "lost_steps": 1}  # fmt: skip
+    assert event_line(start) == "attempt 2 (hang): 1 worker, from step 4 (object-storage), 1 step run again"
+    assert event_line({"event": "request", "wish": "scale", "workers": 1}) == "asked by someone: scale to 1 worker"
+
+
 def test_the_speed_is_not_computed_across_a_rollback() -> None:
     status = RunStatus()
     status.add({"event": "step", "step": 5, "tokens": 500, "step_s": 1.0})
