@@ -59,6 +59,7 @@ class Deeds:
         self._plan, self._cluster, self._schedule, self._proxy = plan, cluster, schedule, proxy
         self._start_unix_s: float | None = None
         self._workers: dict[str, tuple[str, int]] = {}
+        self._members: frozenset[str] = frozenset()  # of the newest World
         self._stopped: set[int] = set()
         self._draining: list[tuple[float, int, ChaosAction]] = []
         self._lasting: list[_Lasting] = []
@@ -71,6 +72,8 @@ class Deeds:
                 self._start_unix_s = float(event["start_unix_s"])
             case "worker_ready":
                 self._workers[str(event["worker"])] = (str(event["node_id"]), int(event["pid"]))
+            case "attempt_started":
+                self._members = frozenset(map(str, event.get("members", ())))
             case "step":
                 self.step = int(event["step"])
 
@@ -140,8 +143,11 @@ class Deeds:
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
-    def _choose_node(self, action: ChaosAction) -> int:
-        return self._schedule.choose(action, sorted(self._cluster.nodes))
+    def _choose_node(self, action: ChaosAction, without: frozenset[int] = frozenset()) -> int:
+        """One that trains, where none is named: whatever is done to an empty one interrupts nothing."""
+        live = self._cluster.nodes.keys() - without
+        training = live & self._workers_by_node(self._members).keys() if action.target is None else set()
+        return self._schedule.choose(action, sorted(training or live))
 
     def _kill_node(self, number: int, action: ChaosAction, verb: str) -> None:
         at_s = time.time()
@@ -152,8 +158,7 @@ class Deeds:
         self._cluster.bury(node)
 
     def _drain(self, action: ChaosAction) -> None:
-        being_drained = {number for _, number, _ in self._draining}
-        number = self._schedule.choose(action, sorted(set(self._cluster.nodes) - being_drained))
+        number = self._choose_node(action, without=frozenset(number for _, number, _ in self._draining))
         notice_s = action.notice_s or 0.0
         at_s = time.time()
         node = self._cluster.drain_node(number, notice_s=notice_s)
@@ -179,10 +184,11 @@ class Deeds:
 
     # -- processes --------------------------------------------------------------------------------------------------
 
-    def _workers_by_node(self) -> dict[int, list[int]]:
-        """Pids of the workers that live now, by the number of their node."""
+    def _workers_by_node(self, only: frozenset[str] | None = None) -> dict[int, list[int]]:
+        """Pids of the workers that live now, by the number of their node. ``only``: None for all workers."""
         by_node: dict[int, list[int]] = {}
-        known = list(self._workers.values())  # a slowed node's thread looks while events are taken in
+        workers = list(self._workers.items())  # a slowed node's thread looks while events are taken in
+        known = [place for worker, place in workers if only is None or worker in only]
         for number, node in self._cluster.nodes.items():
             below = set(descendants(node.raylet_pid))
             pids = [pid for node_id, pid in known if node_id == node.node_id]
@@ -192,7 +198,9 @@ class Deeds:
         return by_node
 
     def _hit_worker(self, action: ChaosAction) -> None:
-        by_node = self._workers_by_node()
+        by_node = self._workers_by_node(self._members)
+        if not by_node or action.target not in (None, *by_node):
+            by_node = self._workers_by_node()  # spares: nothing is interrupted, but they may be meant
         number = self._schedule.choose(action, sorted(by_node))
         pid, node = by_node[number][0], self._cluster.nodes[number]
         what, at_s = f"worker of node {number}", time.time()

@@ -366,3 +366,19 @@ def test_a_process_that_is_not_the_nodes_is_never_hit(tmp_path: Path, sleeper: s
     assert stage.supervisor.run() == 0
     assert stage.chaos() == []
     assert is_running(sleeper.pid)
+
+
+@pytest.mark.parametrize("course", ["kill-node@2", "cut-node@2", "drain-node@2:0s", "kill-worker@2"])
+def test_where_none_is_named_a_node_is_hit_that_trains(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], course: str
+) -> None:
+    stage = Stage(tmp_path, course, [(range(1, 4), 0)], nodes=8, raylet=os.getpid())
+
+    def tell(_: int) -> None:
+        stage.log.emit("worker_ready", worker="spare", node_id="node7", pid=sleeper.pid)
+        stage.log.emit("worker_ready", worker="member", node_id="node5", pid=sleeper.pid)
+        stage.log.emit("attempt_started", attempt=1, members=["member"])
+
+    stage.on_step = tell
+    assert stage.supervisor.run() == 0
+    assert {node_id for _, node_id, _, _ in stage.chaos()} == {"node5"}
