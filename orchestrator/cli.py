@@ -5,6 +5,7 @@ Ray, torch and the configuration models are imported inside the commands that ne
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -123,6 +124,7 @@ def run(
     ray_address: Annotated[str | None, typer.Option(hidden=True)] = None,
     events_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
     under_supervisor: Annotated[bool, typer.Option(hidden=True)] = False,
+    asked: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train: start a run, or go on with it from its newest checkpoint."""
     changes = list(overrides or [])
@@ -144,16 +146,18 @@ def run(
         if chaos is not None:
             # A schedule that cannot be is an error even where nothing is left to run.
             check_targets(parse_chaos(chaos), local_nodes or 0)
+        if not under_supervisor:
+            user_loop.require()  # nor is a loop that is not there to be found missing only once steps are added
+        nodes = () if local_nodes is None else ("--local-nodes", str(local_nodes))
+        words = (str(config), *changes, *nodes, *user_loop.options())
         from orchestrator.finished import finished_summary, show_finished
 
         summary = None if under_supervisor else finished_summary(loaded)
         if summary is not None:
-            show_finished(summary, loaded, sys.stdout, json_output=json_output, config_path=str(config))
+            show_finished(summary, loaded, sys.stdout, json_output=json_output, asked=words)
             return ExitCode.SUCCESS
-        if not under_supervisor:
-            user_loop.require()
         if local_nodes is not None:
-            return _run_locally(config, loaded, changes, local_nodes, chaos, json_output, user_loop)
+            return _run_locally(config, loaded, changes, local_nodes, chaos, json_output, user_loop, words)
         from orchestrator.launch import run_driver
         from orchestrator.options import DriverOptions
 
@@ -162,7 +166,7 @@ def run(
             events_path=events_file,
             json_output=json_output,
             show_progress=not under_supervisor,
-            config_path=str(config),
+            asked=words if asked is None else tuple(json.loads(asked)),
         )
         return run_driver(loaded, options, train_loop=user_loop.reference, loop_config=user_loop.config)
 
@@ -177,6 +181,7 @@ def _run_locally(
     chaos: str | None,
     json_output: bool,
     user_loop: UserLoop,
+    asked: tuple[str, ...],
 ) -> int:
     from orchestrator.chaos import parse_chaos
 
@@ -202,5 +207,6 @@ def _run_locally(
         json_output=json_output,
         show_progress=not json_output,
         loop_options=user_loop.options(),
+        asked=asked,
     )
     return supervise(plan)

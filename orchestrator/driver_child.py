@@ -6,6 +6,7 @@ The child has its own process group, so that Ctrl-C reaches it once and through 
 from __future__ import annotations
 
 import ctypes
+import json
 import shutil
 import signal
 import subprocess
@@ -30,9 +31,12 @@ def driver_command(
     events_path: Path,
     json_output: bool,
     loop_options: Sequence[str] = (),
+    asked: Sequence[str] = (),
 ) -> list[str]:
     """The command line of one driver. Values pass as they are: no shell reads them."""
     options = ["--ray-address", ray_address, "--events-file", str(events_path), "--under-supervisor", *loop_options]
+    if asked:
+        options += ["--asked", json.dumps(asked)]
     if json_output:
         options.append("--json")
     return [sys.executable, "-m", "orchestrator", "run", *options, "--", str(config_path), *overrides]

@@ -15,6 +15,7 @@ from orchestrator.config import RunConfig
 from orchestrator.controller import RunEnd
 from orchestrator.event_mirror import EventMirror, fetch_events
 from orchestrator.exit_codes import ExitCode
+from orchestrator.next_steps import chaos_nodes
 from orchestrator.options import DriverOptions
 from orchestrator.patient_store import PatientStore
 from orchestrator.progress import ProgressView, open_progress
@@ -134,7 +135,8 @@ class DriverRecord:
         if self._options.json_output:
             self._report_to.write(text + "\n")
         else:
-            text = report_text(summary, url=self._config.run.url, config_path=self._options.config_path)
+            nodes = chaos_nodes(self._config.world)
+            text = report_text(summary, url=self._config.run.url, asked=self._options.asked, nodes=nodes)
             self._report_to.write(text + "\n")
         self._report_to.flush()
         return end.exit_code

@@ -8,6 +8,7 @@ from typing import TextIO, cast
 
 from orchestrator.config import RunConfig
 from orchestrator.errors import cannot_start
+from orchestrator.next_steps import chaos_nodes
 from orchestrator.report_text import report_text
 from orchestrator.summary import RunSummary
 from storage.commit_log import CommitLog
@@ -58,10 +59,17 @@ def has_whole_end(store: ObjectStore, log: CommitLog, steps: int) -> bool:
     return report.is_good
 
 
-def show_finished(summary: RunSummary, config: RunConfig, to: TextIO, *, json_output: bool, config_path: str) -> None:
+def show_finished(
+    summary: RunSummary, config: RunConfig, to: TextIO, *, json_output: bool, asked: tuple[str, ...]
+) -> None:
     """Say again what the finished Run's report said."""
     if json_output:
         to.write(json.dumps(summary, indent=1) + "\n")
         return
-    to.write(f"Nothing to do: this run has finished. Raise run.steps (now {config.run.steps}) to train on.\n\n")
-    to.write(report_text(summary, url=config.run.url, config_path=config_path) + "\n")
+    steps = max([summary["steps"], *(commit["step"] for commit in summary["commits"])])
+    raised = (
+        f"Raise run.steps (now {config.run.steps}){' beyond that' if steps > config.run.steps else ''} to train on."
+    )
+    to.write(f"Nothing to do: this run has finished step {steps}. {raised}\n\n")
+    text = report_text(summary, url=config.run.url, asked=asked, nodes=chaos_nodes(config.world))
+    to.write(text + "\n")

@@ -13,11 +13,12 @@ class DriverOptions:
     """How one driver process is started.
 
     ``ray_address`` None: the cluster that Ray finds, or a fresh local one. ``events_path``: local file that events are
-    appended to as well. ``config_path`` is shown in the suggestions of the report.
+    appended to as well. ``asked``: what stood behind `raysume run`, for the suggestions of the report; empty where a
+    script started the Run.
     """
 
     ray_address: str | None = None
     events_path: Path | None = None
     json_output: bool = False
     show_progress: bool = True
-    config_path: str = "CONFIG"
+    asked: tuple[str, ...] = ()

@@ -213,7 +213,7 @@ def event_line(event: Event) -> str | None:
             why = f"attempt {event.get('attempt')} ({event.get('cause')})"
             return f"{why}: {count(_number(event, 'world_size', 0), 'worker')}, {start}{again}"
         case "request":
-            to = f" to {count(event['workers'], 'worker')}" if event.get("workers") else ""
+            to = f" to {count(_number(event, 'workers', 0), 'worker')}" if event.get("workers") else ""
             return f"asked by {event.get('made_by') or 'someone'}: {event.get('wish')}{to}"
         case "decision" if event.get("decision") in ("keep", "refuse"):
             return str(event.get("reason"))

@@ -5,9 +5,9 @@ A pure function of the summary. It prints nothing and reads nothing.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
+from orchestrator.next_steps import next_steps
 from orchestrator.save_summary import Spacing
 from orchestrator.summary import AttemptSummary, RunSummary
 
@@ -31,8 +31,8 @@ _CAUSES = {
 }
 
 
-def report_text(summary: RunSummary, *, url: str, config_path: str = "CONFIG") -> str:
-    """The whole report; ``url`` is the run's root, ``config_path`` fills the commands that it suggests."""
+def report_text(summary: RunSummary, *, url: str, asked: Sequence[str] = (), nodes: int = 2) -> str:
+    """The whole report; ``url`` is the run's root, ``asked`` and ``nodes`` go into the commands that it suggests."""
     blocks = [
         _headline(summary),
         _curve(summary),
@@ -41,8 +41,10 @@ def report_text(summary: RunSummary, *, url: str, config_path: str = "CONFIG") -
         _saves(summary),
         _storage(summary),
         _places(summary, url),
-        _next_steps(summary, url, config_path),
     ]
+    hints = next_steps(summary, url, asked, nodes)
+    if hints:
+        blocks.append("\n".join(["What to try next", *(f"  {hint}" for hint in hints)]))
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -236,18 +238,3 @@ def _places(summary: RunSummary, url: str) -> str:
     if summary["weights_digest"]:
         lines.append(f"  weights      digest {summary['weights_digest']}")
     return "\n".join(lines)
-
-
-def _next_steps(summary: RunSummary, url: str, config_path: str) -> str:
-    lines = ["What to try next"]
-    if summary["exit_code"] != 0 and summary["commits"]:
-        # With the place: it may have come from the command line, and the file's own is another run then.
-        lines.append(f"  raysume run {config_path} run.url={shlex.quote(url)}   # go on from the newest checkpoint")
-    if summary["commits"]:
-        lines.append(f"  raysume checkpoints list {url}")
-        lines.append(f"  raysume checkpoints verify {url}")
-    if summary["failures"] + summary["preemptions"] == 0:
-        third = max(1, summary["steps"] // 3)
-        chaos = f"kill-node@{third},add-node@{2 * third}"
-        lines.append(f"  raysume run {config_path} run.url=./outputs/chaos --local-nodes 4 --chaos {chaos}")
-    return "\n".join(lines) if len(lines) > 1 else ""

@@ -78,6 +78,7 @@ def supervise(plan: SupervisorPlan) -> int:
                     events_path=plan.events_path,
                     json_output=plan.json_output,
                     loop_options=plan.loop_options,
+                    asked=plan.asked,
                 )
                 return DriverChild(command, say)
 

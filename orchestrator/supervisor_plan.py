@@ -16,7 +16,7 @@ __all__ = ["Cluster", "Driver", "SupervisorPlan"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorPlan:
     """What to run and what to break. ``overrides`` hold everything that the command line changed in the file,
-    ``loop_options`` the options that name a training loop of the user's own."""
+    ``loop_options`` the options that name a training loop of the user's own. ``asked``: see DriverOptions."""
 
     config: RunConfig
     config_path: Path
@@ -28,6 +28,7 @@ class SupervisorPlan:
     json_output: bool = False
     show_progress: bool = True
     loop_options: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
 
 
 class Cluster(Protocol):

@@ -152,7 +152,10 @@ def test_overrides_and_options_reach_the_driver_exactly(launch: FakeLaunch) -> N
     assert config.model.config["a"] == {"b": "x y; echo $HOME `id`"}
     assert (config.run.resume, config.seed) == ("40", 7)
     assert options == DriverOptions(
-        ray_address="127.0.0.1:1", events_path=Path("/tmp/e"), json_output=True, config_path=LOCAL
+        ray_address="127.0.0.1:1",
+        events_path=Path("/tmp/e"),
+        json_output=True,
+        asked=(LOCAL, value, "run.resume=40", "seed=7"),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from orchestrator import finished
 from orchestrator.cli import app
 from orchestrator.exit_codes import ExitCode
 from orchestrator.user_loop import read_loop
@@ -87,3 +88,14 @@ def test_a_driver_below_a_supervisor_is_told_the_same_loop() -> None:
     options = loop.options()
     assert read_loop(options[1], options[3]) == loop
     assert read_loop(None, None).options() == ()
+
+
+@pytest.mark.usefixtures("launch")
+def test_a_loop_that_is_not_there_is_refused_where_the_run_has_finished_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_loop.py").write_text("def train(session): ...\n")
+    monkeypatch.setattr(finished, "finished_summary", lambda _: pytest.fail("asked before the loop was looked for"))
+    done = runner.invoke(app, ["run", LOCAL, "model.config={}", "--loop", "my_loop:nosuch"])
+    assert done.exit_code == ExitCode.CONFIG_ERROR
+    assert "has no nosuch" in done.stderr
