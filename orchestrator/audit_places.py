@@ -88,7 +88,9 @@ def _steps(ledger: Ledger) -> Iterator[Finding]:
         attempt = 0 if first in begins else attempt
         if first != step + 1 or last < first:
             told = f"steps {first} to {last} are told of where step {step + 1} comes next"
-            yield Finding(kind="steps", first_step=min(first, step + 1), last_step=max(first, step + 1), text=told)
+            # The steps that nothing is told of, or those that are told of again.
+            concerned = (step + 1, first - 1) if first > step + 1 else (first, max(first, min(last, step)))
+            yield Finding(kind="steps", first_step=concerned[0], last_step=concerned[1], text=told)
         reason = unsound(one) or _falling(one, attempt)
         if reason:
             yield Finding(kind="range", first_step=first, last_step=max(first, last), text=reason)
