@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.drill_history import History, Strike
 from orchestrator.drill_rules import OPTIONAL, WEIGHTS, WHERE_BOTH_HAVE, Measure, Quantity, Rule, Rules
-from orchestrator.event_fields import Event
+from orchestrator.event_fields import Event, int_of
 
 __all__ = ["Comparison", "Difference", "compare"]
 
@@ -69,6 +69,7 @@ def compare(
         *_missing(unbroken, interrupted, num_steps),
         *_untraced(unbroken, interrupted, shared),
         *_not_interrupted(unbroken, interrupted, planned),
+        *_not_fresh(interrupted, shared),
         *_other_end(unbroken, interrupted, rules, is_same_world=tally.world_differs_at is None),
     )
     return Comparison(
@@ -181,6 +182,19 @@ def _not_interrupted(unbroken: History, interrupted: History, planned: Sequence[
         causes = ", ".join(str(attempt["cause"]) for attempt in unbroken.recoveries)
         found.append(f"the uninterrupted run was interrupted itself: {causes}")
     return found
+
+
+def _not_fresh(interrupted: History, shared: Sequence[int]) -> list[str]:
+    """A process that lives on keeps what a loop never put into its state, so only a new one can lack it."""
+    fresh = interrupted.reach.fresh_attempts()
+    if not shared or not interrupted.recoveries:
+        return []
+    if any(int_of(interrupted.steps[step], "attempt") in fresh for step in shared):
+        return []
+    return [
+        "no step was made by a fresh process, so what a loop keeps outside of its state could not show; "
+        "add kill-driver, or kill-node and add-node, with steps enough for the new workers to start"
+    ]
 
 
 def _other_end(unbroken: History, interrupted: History, rules: Rules, *, is_same_world: bool) -> list[str]:

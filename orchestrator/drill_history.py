@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from orchestrator.drill_reach import Reach, read_reach
 from orchestrator.event_fields import Event, float_of, int_of, text_of
 from orchestrator.summary import AttemptSummary, begins_history, summarize
 
@@ -45,6 +46,7 @@ class History:
     untold: set[int] = field(default_factory=set)
     strikes: list[Strike] = field(default_factory=list)
     attempts: Sequence[AttemptSummary] = ()
+    reach: Reach = field(default_factory=Reach)
     num_finished: int = 0
     num_rolled_back: int = 0
     weights_digest: str | None = None
@@ -107,6 +109,7 @@ def read_history(events: Iterable[Event]) -> History:
     for step in history.evals.keys() & history.steps.keys():
         history.steps[step] = {**history.steps[step], EVAL_LOSS: history.evals[step]}
     history.attempts = summarize(listed[begin:])["attempts"]
+    history.reach = read_reach(listed[begin:])
     return history
 
 

@@ -103,14 +103,15 @@ def loss_of(model, batch):
 def test_a_loop_of_ones_own_is_drilled_from_its_own_directory(tmp_path: Path, data_url: str) -> None:
     (tmp_path / "my_train.py").write_text(LOOP)
     (tmp_path / "settings_of_mine.py").write_text("WIDTH = 32\n")
-    run = make_run(tmp_path, data_url, steps=40, every_steps=10, settings={"model": {"config": {}}})
+    run = make_run(tmp_path, data_url, steps=80, every_steps=10, settings={"model": {"config": {}}})
     loop = ("--loop", "my_train:train", "--loop-config", '{"note": "a b"}')
-    faults = ("--local-nodes", "2", "--chaos", "kill-worker@20")
+    faults = ("--local-nodes", "2", "--chaos", "kill-worker@12,kill-driver@20")
     done = drill(run.config_path, *loop, *faults, "reproducible=true", cwd=tmp_path)
     found = result_of(done)
     assert (done.returncode, found["problems"], found["first_difference"]) == (0, [], []), done.stderr[-4000:]
     assert Path(found["folder"]) == tmp_path / "outputs" / "drill-chaos"
-    assert found["recoveries"][0]["cause"] == "worker-lost"
+    causes = [recovery["cause"] for recovery in found["recoveries"]]
+    assert (causes[0], causes[-1]) == ("worker-lost", "driver-restart")
 
 
 FORGETFUL = (

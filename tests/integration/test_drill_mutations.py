@@ -55,10 +55,18 @@ def told(
     recorder.emit("run_started", run_id="run", is_new=True)
     for (cause, number, restored), reports in lives:
         if number > 1:
-            recorder.emit("chaos", verb="kill-worker", planned_step=SAVED_STEP, at_step=SAVED_STEP + 1, detail="")
+            recorder.emit(
+                "chaos", verb="kill-worker", planned_step=SAVED_STEP, at_step=SAVED_STEP + 1, detail="", pid=number - 1
+            )
+        recorder.emit("worker_ready", worker="w", node_id="n", pid=number)
         attempt = Attempt(number=number, nonce="0badcafe")
         recorder.attempt_started(
-            attempt, sizes[number - 1], cause=cause, restored_step=restored, restored_from="own-memory"
+            attempt,
+            sizes[number - 1],
+            cause=cause,
+            restored_step=restored,
+            restored_from="own-memory",
+            members=["w"],
         )
         recorder.record(StepFinished(attempt=attempt, report=report) for report in reports)
     recorder.emit("run_finished", status="finished", exit_reason="", weights_digest=digest)

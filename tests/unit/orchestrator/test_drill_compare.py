@@ -187,6 +187,37 @@ def test_every_fault_must_have_happened_each_once() -> None:
     assert found.problems == ("kill-worker@8 never happened", "drain-node@12 never happened")
 
 
+@pytest.mark.parametrize("kept", [0, 2, 3])
+def test_what_no_fresh_process_went_on_with_proves_nothing(kept: int) -> None:
+    run = DrillEvents().begin(4).train(8).strike("kill-worker", 8)
+    run.begin(3, restored=6, cause="worker-lost", kept=kept)
+    found = judged(read_history(run.train(STEPS).end()))
+    assert found.is_same == (kept < 3)
+    assert all("no step was made by a fresh process" in problem for problem in found.problems)
+
+
+def test_a_fresh_process_that_made_no_step_that_counts_is_none() -> None:
+    run = DrillEvents().begin(4).train(4).strike("kill-worker", 4).begin(4, restored=0, cause="worker-lost").train(8)
+    run.strike("kill-worker", 8).begin(3, restored=6, cause="worker-lost", kept=3)
+    history = read_history(run.train(STEPS).end())
+    planned = [("kill-worker", 4), ("kill-worker", 8)]
+    assert ["fresh process" in problem for problem in judged(history, planned=planned).problems] == [True]
+
+
+def test_a_process_of_the_next_driver_is_fresh_although_its_worker_has_an_old_name() -> None:
+    run = DrillEvents().begin(1).train(8).strike("kill-driver", 8)
+    run.emit("worker_ready", worker="w1", node_id="n1", pid=99)
+    run.begin(1, restored=8, cause="driver-restart", kept=1)
+    assert judged(read_history(run.train(STEPS).end()), planned=[("kill-driver", 8)]).is_same
+
+
+def test_a_spare_that_waited_from_the_beginning_is_fresh_when_it_steps_in() -> None:
+    run = DrillEvents().begin(3)
+    run.add_worker()
+    run.train(8).strike("kill-worker", 8).begin(3, restored=6, cause="worker-lost", kept=3)
+    assert judged(read_history(run.train(STEPS).end())).is_same
+
+
 def test_steps_that_are_missing_or_not_traced_are_no_proof() -> None:
     run = DrillEvents({5: lambda event: event.pop("weights_digest")}).begin(4).train(8).strike("kill-worker", 8)
     history = read_history(run.begin(3, restored=6, cause="worker-lost").train(15).end("weights-20"))
@@ -231,6 +262,6 @@ def test_the_weights_at_the_end_must_be_those_that_the_runs_ended_with() -> None
 
 def test_late_lines_of_an_older_attempt_change_nothing() -> None:
     run = DrillEvents().begin(4).train(8).strike("kill-worker", 8).begin(3, restored=6, cause="worker-lost")
-    late = {**run.events[9], "step": 7, "attempt": 1, "loss": 55.0}
+    late = {**next(event for event in run.events if event["step"] == 7), "loss": 55.0}
     run.events.append(late)
     assert judged(read_history(run.train(STEPS).end())).is_same
