@@ -22,13 +22,16 @@ _ORDER = (
     ChaosVerb.DRAIN_NODE,
     RESIZE,
     ChaosVerb.STOP_WORKER,
-    ChaosVerb.KILL_WORKER,
 )
-"""What comes first where few are drawn; three kinds of kill, a hang, a drain, and a change of size each way."""
+"""What comes first where few are drawn; two kinds of kill, a hang, a drain, and a change of size each way."""
+
+LAST = ChaosVerb.KILL_DRIVER
+"""Its workers end with a driver: from here on every process is new, whatever struck before, and keeps nothing that the
+state does not hold."""
 
 
 def draw_faults(*, num_steps: int, num_workers: int, num_faults: int, seed: int) -> tuple[ChaosAction, ...]:
-    """``num_faults`` of them, spread over the steps; a node that goes away is replaced at once.
+    """``num_faults`` of them, spread over the steps, `LAST` at the end; a node that goes away is replaced at once.
 
     ``num_workers``: of a full World. Raises ConfigError where the steps are too few.
     """
@@ -48,10 +51,10 @@ def draw_faults(*, num_steps: int, num_workers: int, num_faults: int, seed: int)
 
 def _kinds(draw: random.Random, num_faults: int, *, may_resize: bool) -> list[str]:
     pool = [kind for kind in _ORDER if may_resize or kind != RESIZE]
-    kinds: list[str] = [*pool[:num_faults]]
-    kinds += draw.choices(pool, k=num_faults - len(kinds))
+    kinds: list[str] = [*pool[: num_faults - 1]]
+    kinds += draw.choices(pool, k=num_faults - 1 - len(kinds))
     draw.shuffle(kinds)
-    return kinds
+    return [*kinds, LAST]
 
 
 def _actions(kind: str, step: int, back_step: int, num_workers: int) -> Sequence[ChaosAction]:

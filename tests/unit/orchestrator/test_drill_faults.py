@@ -10,7 +10,7 @@ from orchestrator.chaos import ChaosVerb, check_targets, parse_chaos
 from orchestrator.drill_faults import NUM_FAULTS, draw_faults
 from orchestrator.errors import ConfigError
 
-KILLS = (ChaosVerb.KILL_WORKER, ChaosVerb.KILL_NODE)
+KILLS = (ChaosVerb.KILL_WORKER, ChaosVerb.KILL_NODE, ChaosVerb.KILL_DRIVER)
 
 
 def drawn(seed: int, *, num_faults: int = NUM_FAULTS, num_steps: int = 80, num_workers: int = 4) -> str:
@@ -39,6 +39,7 @@ def test_every_schedule_can_come_true(seed: int, num_faults: int, num_steps: int
     actions = parse_chaos(text)
     check_targets(actions, num_workers)
     assert all(1 < action.step < num_steps for action in actions), text
+    assert [action.verb for action in actions].index(ChaosVerb.KILL_DRIVER) == len(actions) - 1, "processes live on"
     gone = sum(action.verb in (ChaosVerb.KILL_NODE, ChaosVerb.DRAIN_NODE) for action in actions)
     assert gone == sum(action.verb is ChaosVerb.ADD_NODE for action in actions)
 
