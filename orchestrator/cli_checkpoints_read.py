@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "list_commits", "show", "verify"]
 
 _MANIFESTS_READ = 32
+_DAMAGED = "damaged"
 
 _LIST_EPILOG = """[bold]Examples[/bold]
 
@@ -41,11 +43,13 @@ _LIST_EPILOG = """[bold]Examples[/bold]
 [bold]Marks[/bold]
 
   newest and best are kept by retention; void: a newer attempt went on from an earlier step; quarantined: found
-  damaged, or taken out of use by hand; unreadable: the commit record is damaged; cut off: never committed
+  damaged, or taken out of use by hand; damaged: its manifest is not what was committed; unreadable: its commit record
+  is damaged; cut off: never committed
 
 [bold]Verified[/bold]
 
-  in the background, by a run's driver: its digests, or by a load that gave the loss of its probe again
+  in the background, by a run's driver: its digests, or by a load that gave the loss of its probe again; a short run
+  ends before that
 """
 _SHOW_EPILOG = """[bold]Examples[/bold]
 
@@ -83,16 +87,21 @@ def list_commits(
         inventory = take_inventory(place.log, archive_every_h=_archive_every_h(place))
         fidelities = _fidelities(place, inventory, full)
         verified = VerifiedColumn(place.store, inventory, most=None if full else _MANIFESTS_READ)
-    rows = [_row(step, fidelities, verified) for step in inventory.steps] + [
-        _cut_off_row(save) for save in inventory.cut_off
-    ]
+    sound = [step for step in inventory.steps if step.standing == "usable" and fidelities.get(step.record) != _DAMAGED]
+    newest = sound[-1] if sound else None
+    rows = [_row(step, fidelities, verified, is_newest=step is newest) for step in inventory.steps]
+    rows += [_cut_off_row(save) for save in inventory.cut_off]
     rows.sort(key=lambda row: (row["step"], row["attempt"]))
     if json_output:
         print_json(rows)
     elif rows:
         _print_rows(rows)
         if (waiting := verified.line()) is not None:
-            typer.echo(waiting, err=True)
+            typer.echo(f"{waiting}; `raysume checkpoints verify {url}` checks now", err=True)
+    for row in rows:
+        if row["standing"] == _DAMAGED:
+            text = f"step {row['step']} is damaged, its manifest is not what was committed: a resume passes it over"
+            typer.echo(f"{text}; `raysume checkpoints verify {url} {row['step']}` says more", err=True)
     if not inventory.history:
         fail_without(inventory, url, None)
 
@@ -231,7 +240,7 @@ def _fidelities(place: Place, inventory: Inventory, full: bool) -> dict[str, str
         try:
             return fidelity_of(place.log.read_manifest(commit))
         except CorruptCheckpoint:
-            return "damaged"
+            return _DAMAGED
 
     commits = [step.commit for step in inventory.steps if step.commit is not None]
     if not full:
@@ -266,13 +275,16 @@ def _marks(step: StoredStep) -> list[str]:
     ]
 
 
-def _row(step: StoredStep, fidelities: dict[str, str], verified: VerifiedColumn) -> dict[str, Any]:
+def _row(step: StoredStep, fidelities: dict[str, str], verified: VerifiedColumn, *, is_newest: bool) -> dict[str, Any]:
+    fidelity = fidelities.get(step.record)
+    is_damaged = fidelity == _DAMAGED and step.standing == "usable"
+    marks = _marks(replace(step, is_newest=is_newest))
     facts = _unreadable_facts(step) if step.commit is None else commit_facts(step.commit)
     reason = f"{step.quarantine.key}: {step.quarantine.reason}" if step.quarantine else None
     return {name: value for name, value in facts.items() if name not in ("is_good", "problems")} | {
-        "standing": step.standing,
-        "marks": _marks(step),
-        "fidelity": fidelities.get(step.record),
+        "standing": _DAMAGED if is_damaged else step.standing,
+        "marks": [_DAMAGED, *marks] if is_damaged else marks,
+        "fidelity": None if fidelity == _DAMAGED else fidelity,
         "verified": verified.of(step.key),
         "reason": reason,
     }

@@ -67,6 +67,23 @@ def test_show_takes_the_newest_unless_told_a_step(tmp_path: Path) -> None:
     assert (newest["step"], newest["world_size"], newest["samples"], other["step"]) == (20, 2, 160, 10)
 
 
+def test_a_checkpoint_whose_manifest_is_damaged_is_listed_as_damaged_and_not_as_the_newest(tmp_path: Path) -> None:
+    log = committed_run(tmp_path)
+    (tmp_path / log.commits()[-1].manifest_key).write_bytes(b"{}")
+    ended = runner.invoke(app, ["checkpoints", "list", str(tmp_path)])
+    assert ended.exit_code == 0
+    _, ten, twenty = ended.stdout.splitlines()
+    assert ten.split()[-1] == "newest"
+    assert twenty.split()[-3:] == ["-", "no", "damaged"]
+    assert "step 20 is damaged" in ended.stderr
+    assert f"`raysume checkpoints verify {tmp_path} 20` says more" in ended.stderr
+    rows = json.loads(runner.invoke(app, ["checkpoints", "list", str(tmp_path), "--json"]).stdout)
+    assert [(row["standing"], row["marks"], row["fidelity"]) for row in rows] == [
+        ("usable", ["newest"], "lossless"),
+        ("damaged", ["damaged"], None),
+    ]
+
+
 @pytest.mark.parametrize("command", ["list", "show", "verify"])
 def test_a_place_without_checkpoints_has_its_own_code(tmp_path: Path, command: str) -> None:
     ended = runner.invoke(app, ["checkpoints", command, str(tmp_path / "nothing")])

@@ -45,7 +45,7 @@ def test_the_list_says_how_each_was_verified_and_for_how_long_the_newest_was_not
     assert "verified" in header
     assert [line.split()[0] for line in lines] == ["10", "20", "30"]
     assert "step 30 has not been verified for" in shown.stderr
-    assert "the newest verified one is of step 20" in shown.stderr
+    assert f"the newest verified one is of step 20; `raysume checkpoints verify {url}` checks now" in shown.stderr
 
 
 def test_show_says_when_and_by_what(tmp_path: Path) -> None:
