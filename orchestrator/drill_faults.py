@@ -45,6 +45,8 @@ def draw_faults(*, num_steps: int, num_workers: int, num_faults: int, seed: int)
     actions: list[ChaosAction] = []
     for index, kind in enumerate(kinds):
         begin = int(index * gap) + 1 + draw.randrange(max(1, int(gap / 4)))
+        if kind == LAST:
+            begin = int((index + 0.5) * gap) + 1  # something is to be restored by then, even where it comes alone
         actions += _actions(kind, max(2, begin), int((index + 0.6) * gap) + 1, num_workers)
     return tuple(sorted(actions, key=lambda action: action.step))
 

@@ -52,3 +52,9 @@ def test_faults_for_which_there_are_too_few_steps_are_refused() -> None:
 
 def test_one_worker_is_never_asked_to_become_fewer() -> None:
     assert "scale" not in "".join(drawn(seed, num_workers=1) for seed in range(20))
+
+
+@pytest.mark.parametrize("num_faults", [1, 6])
+def test_before_the_last_fault_and_after_it_there_are_steps(num_faults: int) -> None:
+    last = parse_chaos(drawn(0, num_faults=num_faults))[-1]
+    assert (last.verb, 20 < last.step < 70) == (ChaosVerb.KILL_DRIVER, True)
