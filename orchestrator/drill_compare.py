@@ -176,12 +176,20 @@ def _not_interrupted(unbroken: History, interrupted: History, planned: Sequence[
             left.remove((verb, step))
         else:
             found.append(f"{verb}@{step} never happened")
-    if not interrupted.recoveries:
+    if interrupted.recoveries:
+        found += [f"{strike} interrupted nothing: {_why_idle(strike)}" for strike in interrupted.idle_strikes]
+    else:
         found.append("nothing was interrupted: the second run went through in one attempt as well")
     if unbroken.recoveries:
         causes = ", ".join(str(attempt["cause"]) for attempt in unbroken.recoveries)
         found.append(f"the uninterrupted run was interrupted itself: {causes}")
     return found
+
+
+def _why_idle(strike: Strike) -> str:
+    if strike.verb in ("kill-driver", "kill-coordinator"):
+        return "no new driver trained after it"
+    return "nothing that it hit was training, or the run was over before it was missed"
 
 
 def _not_fresh(interrupted: History, shared: Sequence[int]) -> list[str]:

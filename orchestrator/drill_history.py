@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.drill_reach import Reach, read_reach
+from orchestrator.drill_reach import Reach, Target, read_reach
 from orchestrator.event_fields import Event, float_of, int_of, text_of
 from orchestrator.summary import AttemptSummary, begins_history, summarize
 
@@ -22,13 +22,14 @@ _AFTERMATHS = frozenset({"drain-deadline", "slow-node-over", "disk-full-over", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """A fault that really happened. ``index``: its place among the events."""
+    """A fault that really happened. ``index``: its place among the events. ``target``: what it was done to."""
 
     verb: str
     planned_step: int
     at_step: int
     detail: str
     index: int
+    target: Target
 
     def __str__(self) -> str:
         return f"{self.verb} at step {self.at_step}{f' ({self.detail})' if self.detail else ''}"
@@ -66,9 +67,14 @@ class History:
         return int_of(self.steps[step], "world_size")
 
     def strike_before(self, step: int) -> Strike | None:
-        """The last fault that happened before ``step`` was made as it counts."""
-        place = self.places.get(step, 0)
-        return next((strike for strike in reversed(self.strikes) if strike.index < place), None)
+        """The last fault before ``step`` was made as it counts, those that interrupted nothing left out."""
+        place, idle = self.places.get(step, 0), self.idle_strikes
+        return next((strike for strike in reversed(self.strikes) if strike.index < place and strike not in idle), None)
+
+    @property
+    def idle_strikes(self) -> list[Strike]:
+        """Those that should have interrupted the training and did not."""
+        return [strike for strike in self.strikes if self.reach.has_interrupted(strike.target) is False]
 
     def attempt_of(self, step: int) -> AttemptSummary | None:
         """The Attempt that made ``step`` as it counts."""
@@ -129,4 +135,10 @@ def _strike(event: Event, index: int) -> Strike:
         at_step=int_of(event, "at_step"),
         detail=text_of(event, "detail"),
         index=index,
+        target=Target(
+            verb=text_of(event, "verb"),
+            node_id=text_of(event, "node_id"),
+            pid=int_of(event, "pid"),
+            at_s=float_of(event, "t_s"),
+        ),
     )

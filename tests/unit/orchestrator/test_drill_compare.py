@@ -187,6 +187,56 @@ def test_every_fault_must_have_happened_each_once() -> None:
     assert found.problems == ("kill-worker@8 never happened", "drain-node@12 never happened")
 
 
+def test_a_fault_that_hit_an_idle_node_is_said_by_name_and_blamed_for_nothing() -> None:
+    run = DrillEvents({15: scaling("loss", 2)}).begin(3).train(8).strike("kill-worker", 8, "a worker of node 2")
+    run.begin(3, restored=6, cause="worker-lost").train(12).strike("kill-node", 12, "node 9", pid=99)
+    history = read_history(run.begin(3, restored=12, cause="join", kept=3).train(STEPS).end())
+    found = judged(history, planned=[("kill-worker", 8), ("kill-node", 12)])
+    why = "nothing that it hit was training, or the run was over before it was missed"
+    assert found.problems == (f"kill-node at step 12 (node 9) interrupted nothing: {why}",)
+    assert found.last_strike is not None
+    assert found.last_strike.verb == "kill-worker"
+
+
+@pytest.mark.parametrize("verb", ["kill-worker", "stop-worker", "kill-node", "drain-node", "kill-driver"])
+def test_a_fault_after_which_no_new_attempt_came_interrupted_nothing(verb: str) -> None:
+    run = DrillEvents().begin(3).train(8).strike("kill-worker", 8).begin(3, restored=6, cause="worker-lost")
+    history = read_history(run.train(STEPS - 1).strike(verb, 19).train(STEPS).end())
+    (problem,) = judged(history, planned=[("kill-worker", 8), (verb, 19)]).problems
+    assert problem.startswith(f"{verb} at step 19 (node 2) interrupted nothing: ")
+
+
+@pytest.mark.parametrize("verb", ["stop-worker", "drain-node", "oom-worker", "raise-in-worker"])
+def test_what_strikes_with_a_delay_has_interrupted_once_the_run_goes_on_without_it_or_a_fault_names_it(
+    verb: str,
+) -> None:
+    def problems(*, is_named: bool = False, cause: str = "join", kept: int = 3) -> tuple[str, ...]:
+        run = DrillEvents().begin(3).train(8).strike(verb, 8)
+        if is_named:
+            run.emit("fault", cause="hang", workers=["w1"], nodes=[])
+        run.begin(4, restored=8, cause=cause, kept=kept)
+        return judged(read_history(run.train(STEPS).end()), planned=[(verb, 8)]).problems
+
+    assert problems(kept=2) == problems(is_named=True) == ()
+    assert len(problems()) == len(problems(cause="driver-restart", kept=0)) == 1
+
+
+def test_what_died_between_two_worlds_has_interrupted_the_one_that_was_formed_with_it() -> None:
+    run = DrillEvents().begin(2).train(8).strike("kill-worker", 8)
+    run.add_worker()
+    run.strike("kill-worker", 9, pid=3)
+    run.begin(2, restored=6, cause="worker-lost", kept=2).begin(1, restored=6, cause="worker-lost", kept=0)
+    history = read_history(run.train(STEPS).end())
+    assert judged(history, planned=[("kill-worker", 8), ("kill-worker", 9)]).is_same
+
+
+@pytest.mark.parametrize("verb", ["slow-node", "kill-keeper", "add-node", "scale", "store-outage"])
+def test_what_need_not_interrupt_is_not_asked_whether_it_did(verb: str) -> None:
+    run = DrillEvents().begin(4).train(4).strike(verb, 4).train(8).strike("kill-worker", 8)
+    history = read_history(run.begin(3, restored=6, cause="worker-lost").train(STEPS).end())
+    assert judged(history, planned=[(verb, 4), ("kill-worker", 8)]).is_same
+
+
 @pytest.mark.parametrize("kept", [0, 2, 3])
 def test_what_no_fresh_process_went_on_with_proves_nothing(kept: int) -> None:
     run = DrillEvents().begin(4).train(8).strike("kill-worker", 8)
