@@ -30,8 +30,10 @@ from storage.keys import (
     SUMMARY,
     VERIFIED,
     Attempt,
+    StepKey,
 )
 from storage.lease_watch import DriverSighting, watch_drivers
+from storage.manifest import QuarantineRecord
 from storage.metered_store import MeteredStore
 from storage.object_store import ObjectEntry, ObjectStore
 from storage.overlay_store import OverlayStore
@@ -122,6 +124,7 @@ class Diagnosis:
     outlook: ResumeOutlook
     salvage: Salvage | None
     drivers: list[DriverSighting]
+    quarantined: dict[StepKey, QuarantineRecord]
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -165,6 +168,7 @@ def diagnose(
         outlook=outlook,
         salvage=find_salvage(metered, log, inventory) if outlook.refusal is not None else None,
         drivers=watch_drivers(store, ttl_s=wish.watch_s, on_wait=on_wait),
+        quarantined=log.quarantined(),
     )
     diagnosis.findings += _checkpoint_findings(diagnosis)
     diagnosis.findings += _record_findings(store, diagnosis, listing)
@@ -288,6 +292,11 @@ def _checkpoint_findings(diagnosis: Diagnosis) -> list[Finding]:
         findings.append(
             Finding(severity="warning", text=f"step {step.key.step} is quarantined: {reason}", key=step.record)
         )
+    known = {step.key for step in diagnosis.inventory.steps}
+    for key, record in diagnosis.quarantined.items():
+        if key not in known:
+            text = f"step {key.step} was quarantined ({record.key}: {record.reason}) and has been removed since"
+            findings.append(Finding(severity="note", text=text))
     if diagnosis.outlook.refusal is not None:
         findings.append(Finding(severity="damage", text=f"a resume would refuse: {diagnosis.outlook.refusal}"))
     run_ids = {step.commit.run_id for step in diagnosis.inventory.steps if step.commit is not None}

@@ -45,7 +45,8 @@ def diagnosis_text(diagnosis: Diagnosis, url: str) -> str:
     """The report for people."""
     lines = [f"{url}: {_headline(diagnosis)}"]
     lines += ["", "What is here"] if diagnosis.contents or diagnosis.foreign else []
-    lines += [f"  {kind:<14}{n:>8} objects {size(b):>10}" for kind, (n, b) in sorted(diagnosis.contents.items())]
+    for kind, (number, num_bytes) in sorted(diagnosis.contents.items()):
+        lines.append(f"  {kind:<14}{number:>8} {'object ' if number == 1 else 'objects'} {size(num_bytes):>10}")
     if diagnosis.foreign:
         shown = ", ".join(diagnosis.foreign[:5]) + (" ..." if len(diagnosis.foreign) > 5 else "")
         lines.append(f"  {'not ours':<14}{len(diagnosis.foreign):>8} objects: {shown}")
@@ -163,7 +164,8 @@ def _outlook_lines(diagnosis: Diagnosis) -> list[str]:
         lines.append(f"step {passed.step} is passed over: {passed.key}: {passed.reason}")
     if outlook.lost_steps:
         reached = max(step for step in (outlook.newest_committed, outlook.newest_trained) if step is not None)
-        lines.append(f"{outlook.lost_steps} steps are trained again (the run had reached step {reached})")
+        are = "1 step is" if outlook.lost_steps == 1 else f"{outlook.lost_steps} steps are"
+        lines.append(f"{are} trained again (the run had reached step {reached})")
     else:
         lines.append("nothing that was committed is lost")
     return lines

@@ -22,6 +22,7 @@ from orchestrator.progress import ProgressView, open_progress
 from orchestrator.report_text import report_text
 from orchestrator.run_identity import RunIdentity, make_run_id
 from orchestrator.summary import begins_history, summarize
+from storage.commit_log import CommitLog
 from storage.errors import StorageError
 from storage.events import EventLog, read_events
 from storage.keys import EVENTS, SUMMARY
@@ -70,6 +71,7 @@ class DriverRecord:
         report_to: TextIO,
     ) -> None:
         self._last_word = PatientStore(one_try, limit_s=_LAST_WORD_S, deadline_s=_LAST_WORD_S)
+        self._one_try = one_try
         self._identity = identity
         self._config = config
         self._options = options
@@ -136,10 +138,19 @@ class DriverRecord:
             self._report_to.write(text + "\n")
         else:
             nodes = chaos_nodes(self._config.world)
-            text = report_text(summary, url=self._config.run.url, asked=self._options.asked, nodes=nodes)
+            asked, in_use = self._options.asked, self._in_use()
+            text = report_text(summary, url=self._config.run.url, asked=asked, nodes=nodes, in_use=in_use)
             self._report_to.write(text + "\n")
         self._report_to.flush()
         return end.exit_code
+
+    def _in_use(self) -> frozenset[int] | None:
+        """Steps; None where the store does not say."""
+        try:
+            return frozenset(commit.step for commit in CommitLog(self._one_try, self._identity.run_id).commits())
+        except StorageError as error:
+            _log.debug("which Checkpoints are there is not known: %s", error)
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

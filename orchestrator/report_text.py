@@ -5,7 +5,7 @@ A pure function of the summary. It prints nothing and reads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from orchestrator.next_steps import next_steps
 from orchestrator.save_summary import Spacing
@@ -15,6 +15,7 @@ __all__ = ["count", "duration", "report_text", "size", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
+_LEAST_SHARE = 0.0005  # less is 0.0 %
 _CAUSES = {
     "start": "the run began",
     "driver-restart": "a new driver took over",
@@ -31,8 +32,11 @@ _CAUSES = {
 }
 
 
-def report_text(summary: RunSummary, *, url: str, asked: Sequence[str] = (), nodes: int = 2) -> str:
-    """The whole report; ``url`` is the run's root, ``asked`` and ``nodes`` go into the commands that it suggests."""
+def report_text(
+    summary: RunSummary, *, url: str, asked: Sequence[str] = (), nodes: int = 2, in_use: Collection[int] | None = None
+) -> str:
+    """The whole report; ``url`` is the run's root, ``asked`` and ``nodes`` go into the commands that it suggests.
+    ``in_use``: the steps whose Checkpoints are there and not quarantined, None where nobody has looked."""
     blocks = [
         _headline(summary),
         _curve(summary),
@@ -40,7 +44,7 @@ def report_text(summary: RunSummary, *, url: str, asked: Sequence[str] = (), nod
         _costs(summary),
         _saves(summary),
         _storage(summary),
-        _places(summary, url),
+        _places(summary, url, in_use),
     ]
     hints = next_steps(summary, url, asked, nodes)
     if hints:
@@ -161,7 +165,10 @@ def _costs(summary: RunSummary) -> str:
         ("starting up", goodput["startup_s"]),
         ("held up by saves", goodput["save_stall_s"]),
     ]
-    lines = [f"  {name:<22}{duration(value):>12}{value / total:>8.1%}" for name, value in rows]
+    rest = total - sum(value for _, value in rows)
+    rows = [row for row in (*rows, ("starting, stopping, between drivers", rest)) if row[1] / total >= _LEAST_SHARE]
+    width = max((len(name) for name, _ in rows), default=0) + 2
+    lines = [f"  {name:<{width}}{duration(value):>10}{value / total:>8.1%}" for name, value in rows]
     return f"Where {duration(total)} went\n" + "\n".join(lines)
 
 
@@ -225,14 +232,15 @@ def _storage(summary: RunSummary) -> str:
     return "The store\n" + "\n".join(lines) if lines else ""
 
 
-def _places(summary: RunSummary, url: str) -> str:
+def _places(summary: RunSummary, url: str, in_use: Collection[int] | None) -> str:
     commits = summary["commits"]
     lines = ["Where things are", f"  run          {url}"]
+    there = commits if in_use is None else [commit for commit in commits if commit["step"] in in_use]
+    of_them = "" if in_use is None or len(in_use) == len(commits) else f", {len(in_use)} in use"
     if commits:
-        newest = max(commits, key=lambda commit: commit["step"])
-        lines.append(
-            f"  checkpoints  {len(commits)} committed, the newest of step {newest['step']} ({size(newest['bytes'])})"
-        )
+        newest = max(there, key=lambda commit: commit["step"], default=None)
+        which = "" if newest is None else f", the newest of step {newest['step']} ({size(newest['bytes'])})"
+        lines.append(f"  checkpoints  {len(commits)} committed{of_them}{which}")
     else:
         lines.append("  checkpoints  none was committed")
     if summary["weights_digest"]:

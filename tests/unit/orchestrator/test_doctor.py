@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ def test_a_whole_run_is_without_damage_and_goes_on_from_its_newest() -> None:
     assert (diagnosis.outlook.step, diagnosis.outlook.lost_steps, diagnosis.run_id) == (30, 0, RUN)
     assert "no damage found" in diagnosis_text(diagnosis, URL)
     assert next_commands(diagnosis, URL) == [f"raysume run CONFIG run.url={URL}   # goes on from step 30"]
+
+
+def test_what_was_quarantined_is_told_where_the_checkpoint_itself_is_gone() -> None:
+    store, commits = three_saves()
+    log = CommitLog(store, RUN)
+    log.quarantine(commits[0].step_key, "shards/a", "hash mismatch", TIME)
+    log.uncommit(commits[0].step_key)
+    text = diagnosis_text(seen(store), URL)
+    assert re.search(r"quarantine/ +1 object  ", text)
+    assert "note     step 10 was quarantined (shards/a: hash mismatch) and has been removed since" in text
 
 
 def test_an_empty_and_a_foreign_place_are_told_apart_from_a_run() -> None:

@@ -16,8 +16,11 @@ from orchestrator.driver_record import DriverRecord
 from orchestrator.exit_codes import ExitCode
 from orchestrator.options import DriverOptions
 from orchestrator.run_identity import open_run_record
+from storage.commit_log import CommitLog
 from storage.keys import SUMMARY
+from storage.memory_store import MemoryStore
 from tests.fakes.away_store import AwayStore
+from tests.fakes.checkpoints import RUN, TIME, save
 
 
 @pytest.fixture
@@ -96,3 +99,16 @@ def test_a_later_driver_knows_how_far_the_run_had_come_and_when_it_last_trained(
     with record_in(store, tmp_path, io.StringIO()) as second:
         assert second.newest_step == 2
         assert second.trained_until_s == pytest.approx(start_unix_s + 30.0)
+
+
+def test_the_report_counts_the_checkpoints_that_are_in_use(tmp_path: Path) -> None:
+    store = MemoryStore()
+    commits = [save(store, step) for step in (10, 20, 30)]
+    CommitLog(store, RUN).quarantine(commits[-1].step_key, "shards/a", "hash mismatch", TIME)
+    report = io.StringIO()
+    options = DriverOptions(show_progress=False, events_path=tmp_path / "events.jsonl")
+    with DriverRecord(store, store, open_run_record(store, RUN), CONFIG, options, report) as record:
+        for step in (5, 10, 20, 30):
+            record.sink.emit("committed", attempt=1, step=step, stored_bytes=1000)
+        record.finish(RunEnd(exit_code=ExitCode.STOPPED, reason="Ctrl-C"))
+    assert "checkpoints  4 committed, 2 in use, the newest of step 20 " in report.getvalue()

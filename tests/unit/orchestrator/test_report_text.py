@@ -46,6 +46,33 @@ def test_the_report_says_what_happened_what_it_cost_and_where_things_are() -> No
     assert "raysume checkpoints verify /out/first-run" in text
 
 
+def test_the_costs_add_up_to_the_whole_time_of_all_drivers() -> None:
+    text = report_text(summarize(run_log()), url="/out")
+    block = text.partition("Where 15.0 s went\n")[2].partition("\n\n")[0].splitlines()
+    shares = [float(line.split()[-1].rstrip("%")) for line in block]
+    assert "starting, stopping, between drivers" in block[-1]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    nothing: Event = {
+        "event": "run_finished",
+        "t_s": 12.6,
+        "status": "config-error",
+        "exit_reason": "x",
+        "exit_code": 10,
+    }
+    assert "Where 12.6 s went\n  starting, stopping, between drivers      12.6 s  100.0%\n\n" in report_text(
+        summarize([nothing]), url="/out"
+    )
+
+
+def test_checkpoints_that_are_gone_or_out_of_use_are_counted_apart() -> None:
+    events = [*run_log()]
+    events[6:6] = [{**events[5], "step": step} for step in (3, 4)]
+    summary = summarize(events)
+    assert "  checkpoints  3 committed, 1 in use, the newest of step 3 " in report_text(summary, url="/o", in_use={3})
+    assert "  checkpoints  3 committed, 0 in use\n" in report_text(summary, url="/o", in_use=())
+    assert "  checkpoints  3 committed, the newest of step 4 " in report_text(summary, url="/o", in_use={2, 3, 4})
+
+
 def test_a_run_that_never_trained_still_has_a_report() -> None:
     text = report_text(summarize([]), url="/out")
     assert "after 0 steps" in text
