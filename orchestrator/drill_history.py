@@ -39,7 +39,7 @@ class Strike:
 class History:
     """``steps``: the last event of each step that counts, with the loss of its evaluation where one was made, and
     ``places`` where among the events it stands. ``untold``: steps whose events died with a driver although a Checkpoint
-    holds them. ``num_finished``: steps finished in all, those that were rolled back included."""
+    holds them."""
 
     steps: dict[int, Event] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
@@ -48,8 +48,6 @@ class History:
     strikes: list[Strike] = field(default_factory=list)
     attempts: Sequence[AttemptSummary] = ()
     reach: Reach = field(default_factory=Reach)
-    num_finished: int = 0
-    num_rolled_back: int = 0
     weights_digest: str | None = None
     status: str = "running"
     exit_reason: str = ""
@@ -62,6 +60,11 @@ class History:
     def recoveries(self) -> Sequence[AttemptSummary]:
         """Every Attempt after the first."""
         return self.attempts[1:]
+
+    @property
+    def num_rolled_back(self) -> int:
+        """Finished steps that were made again, those included whose events nobody had written yet."""
+        return sum(attempt["lost_steps"] for attempt in self.attempts)
 
     def world_size(self, step: int) -> int:
         return int_of(self.steps[step], "world_size")
@@ -101,7 +104,6 @@ def read_history(events: Iterable[Event]) -> History:
                 _forget_after(history, restored)
             case "step" if int_of(event, "attempt") >= newest_attempt:
                 history.steps[step], history.places[step] = event, index
-                history.num_finished += 1
                 history.untold.discard(step)
                 told = max(told, step)
             case "eval" if int_of(event, "attempt") >= newest_attempt:
@@ -121,7 +123,6 @@ def read_history(events: Iterable[Event]) -> History:
 
 def _forget_after(history: History, restored_step: int) -> None:
     gone = [step for step in history.steps if step > restored_step]
-    history.num_rolled_back += len(gone)
     history.evals = {step: loss for step, loss in history.evals.items() if step <= restored_step}
     history.untold = {step for step in history.untold if step <= restored_step}
     for step in gone:

@@ -106,7 +106,14 @@ def test_what_was_rolled_back_does_not_count() -> None:
     history = interrupted({8: only_at_first})
     assert len(times) == 2
     assert judged(history).is_same
-    assert (history.num_rolled_back, history.num_finished) == (2, STEPS + 2)
+    assert history.num_rolled_back == 2
+
+
+def test_a_step_that_was_rolled_back_before_its_event_was_written_counts_as_made_again() -> None:
+    run = DrillEvents().begin(4).train(8).strike("kill-worker", 8)
+    run.emit("attempt_ended", attempt=1, last_step=9, reason="broken")
+    history = read_history(run.begin(3, restored=8, cause="worker-lost").train(STEPS).end())
+    assert history.num_rolled_back == history.recoveries[0]["lost_steps"] == 1
 
 
 @pytest.mark.parametrize(
