@@ -49,7 +49,8 @@ class Resizing:
             asking = Asking(open_store(self._config.run.url, self._config.checkpoint.store))
             reply = asking.ask("scale", action.workers, until_done=False, timeout_s=_LIMIT_S).reply
         except (NotARun, NoDriver, DriverGone, StorageError) as error:
-            _log.warning("chaos: %s did NOT happen: %s: %s", action, type(error).__name__, error)
+            what = "the driver ended before it answered, " if isinstance(error, NoDriver | DriverGone) else ""
+            _log.warning("chaos: %s did NOT happen: %s%s: %s", action, what, type(error).__name__, error)
             return
         if reply is None or reply.state == "refused":
             why = "no driver took it" if reply is None else f"the driver refused: {reply.reason}"

@@ -116,7 +116,8 @@ def _compare(plan: DrillPlan, unbroken: RunEnd, interrupted: RunEnd, *, audit: t
         *histories,
         rules=EXACT if plan.config.reproducible else ROUNDED,
         num_steps=plan.config.run.steps,
-        planned=[(action.verb, action.step) for action in plan.actions],
+        planned=plan.actions,
+        undone=interrupted.undone,
     )
     return DrillResult(
         name=plan.config.run.name,

@@ -6,14 +6,17 @@ It knows events only, as `orchestrator.drill_history` reads them; how the two ru
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from orchestrator.chaos import ChaosAction
 from orchestrator.drill_history import History, Strike
 from orchestrator.drill_rules import OPTIONAL, WEIGHTS, WHERE_BOTH_HAVE, Measure, Quantity, Rule, Rules
 from orchestrator.event_fields import Event, int_of
 
 __all__ = ["Comparison", "Difference", "compare"]
+
+_ENDED = " ended "  # in what the run says of a fault for which it, or its driver, was over too early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +58,10 @@ def compare(
     *,
     rules: Rules,
     num_steps: int,
-    planned: Sequence[tuple[str, int]] = (),
+    planned: Sequence[ChaosAction] = (),
+    undone: Mapping[str, str] | None = None,
 ) -> Comparison:
-    """``planned``: verb and step of every fault that was to happen."""
+    """``planned``: every fault that was to happen. ``undone``: why one of them did not, as far as the run said it."""
     shared = sorted(unbroken.steps.keys() & interrupted.steps.keys())
     changed = [step for step in shared if unbroken.world_size(step) != interrupted.world_size(step)]
     unknown = unbroken.untold | interrupted.untold  # whose Worlds nobody told
@@ -68,7 +72,8 @@ def compare(
     problems = (
         *_missing(unbroken, interrupted, num_steps),
         *_untraced(unbroken, interrupted, shared),
-        *_not_interrupted(unbroken, interrupted, planned),
+        *_never_happened(interrupted, planned, undone or {}),
+        *_not_interrupted(unbroken, interrupted),
         *_not_fresh(interrupted, shared),
         *_other_end(unbroken, interrupted, rules, is_same_world=tally.world_differs_at is None),
     )
@@ -168,14 +173,24 @@ def _untraced(unbroken: History, interrupted: History, shared: Sequence[int]) ->
     return found
 
 
-def _not_interrupted(unbroken: History, interrupted: History, planned: Sequence[tuple[str, int]]) -> list[str]:
+def _never_happened(interrupted: History, planned: Sequence[ChaosAction], undone: Mapping[str, str]) -> list[str]:
     found = []
     left = [(strike.verb, strike.planned_step) for strike in interrupted.strikes]
-    for verb, step in planned:
-        if (verb, step) in left:
-            left.remove((verb, step))
+    # Of two with the same verb and step, that one has happened of which nobody said the opposite.
+    for action in sorted(planned, key=lambda action: str(action) in undone):
+        happened = (action.verb.value, action.step)
+        if happened in left:
+            left.remove(happened)
+        elif (why := undone.get(str(action))) is None:
+            found.append(f"{action} never happened")
         else:
-            found.append(f"{verb}@{step} never happened")
+            advice = "; more steps (--steps), or longer ones, give it time" if _ENDED in why else ""
+            found.append(f"{action} never happened: {why}{advice}")
+    return found
+
+
+def _not_interrupted(unbroken: History, interrupted: History) -> list[str]:
+    found = []
     if interrupted.recoveries:
         found += [f"{strike} interrupted nothing: {_why_idle(strike)}" for strike in interrupted.idle_strikes]
     else:

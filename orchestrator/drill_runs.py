@@ -5,12 +5,13 @@ What they do is the configuration's, whether they did the same is `orchestrator.
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,7 @@ INTERRUPTED: Final = "interrupted"
 _POLL_S: Final = 0.1
 _STOP_MARGIN_S: Final = 120.0
 _KEPT_LINES: Final = 400
+_UNDONE: Final = re.compile(r"chaos: (\S+) (?:did NOT happen(?:, or not as told)?|never happened): (.*)")
 _START_GRACE_S: Final = 120.0  # both runs begin with all workers
 
 
@@ -58,13 +60,14 @@ class DrillPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """``lines``: the last that it said on stderr."""
+    """``lines``: the last that it said on stderr. ``undone``: why a planned fault did not happen, by fault."""
 
     name: str
     exit_code: int
     events: list[Event]
     seconds: float
     lines: tuple[str, ...]
+    undone: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_command(plan: DrillPlan, name: str) -> list[str]:
@@ -96,6 +99,7 @@ class DrillRun:
     ) -> None:
         self._plan, self._name, self._view, self._stops, self._start = plan, name, view, stops, start
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._undone: dict[str, str] = {}
         self._num_passed_on = 0
         self._stop_deadline_s: float | None = None
 
@@ -120,10 +124,19 @@ class DrillRun:
         if code < 0:
             code = ExitCode.STOPPED if self._stops else ExitCode.INTERNAL_ERROR
         seconds = time.monotonic() - began_s
-        return RunEnd(name=self._name, exit_code=code, events=events, seconds=seconds, lines=tuple(self._lines))
+        return RunEnd(
+            name=self._name,
+            exit_code=code,
+            events=events,
+            seconds=seconds,
+            lines=tuple(self._lines),
+            undone=self._undone,
+        )
 
     def _hear(self, line: str) -> None:
         self._lines.append(line)
+        if (found := _UNDONE.search(line)) is not None:
+            self._undone[found[1]] = found[2]
         if line.strip():
             self._view.note(line)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.chaos import parse_chaos
 from orchestrator.drill_compare import Comparison, compare
 from orchestrator.drill_history import History, read_history
 from orchestrator.drill_rules import EVALUATION, EXACT, OPTIMIZER, OWN, RNG, ROUNDED, Rules
@@ -96,7 +97,7 @@ class Scene:
 
 
 def judged(histories: tuple[History, History], rules: Rules = EXACT) -> Comparison:
-    return compare(*histories, rules=rules, num_steps=STEPS, planned=[("kill-worker", SAVED_STEP)])
+    return compare(*histories, rules=rules, num_steps=STEPS, planned=parse_chaos(f"kill-worker@{SAVED_STEP}"))
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,14 @@ def test_without_a_driver_it_has_not_happened(tmp_path: Path, caplog: pytest.Log
     assert "scale:2@3 did NOT happen: NotARun" in caplog.text
 
 
+def test_a_driver_that_ended_meanwhile_is_said_to_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    LocalStore(tmp_path).put(RUN, b"{}")
+    resizing = Resizing(config_at(tmp_path))
+    resizing.ask(scale(2), lambda: None)
+    resizing.close()
+    assert "scale:2@3 did NOT happen: the driver ended before it answered, NoDriver: no lease is there" in caplog.text
+
+
 def test_a_second_one_waits_for_no_first(tmp_path: Path) -> None:
     going_on = threading.Event()
 

@@ -101,6 +101,18 @@ def test_a_difference_has_a_code_of_its_own_and_everything_is_kept(
     assert (plan.directory(INTERRUPTED) / "shards").exists()
 
 
+def test_why_a_planned_fault_did_not_happen_is_in_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_one(plan: DrillPlan, name: str, view: ProgressView, stops: list[int]) -> RunEnd:
+        return replace(Runs()(plan, name, view, stops), undone={"scale:1@16": "the run ended first"})
+
+    plan = make_plan(tmp_path / "out", chaos="kill-worker@8,scale:1@16")
+    assert run_drill(plan, audit=nothing_wrong, run_one=run_one) == DrillCode.NOT_THE_SAME
+    said = "scale:1@16 never happened: the run ended first; more steps (--steps), or longer ones, give it time"
+    assert f"NOT PROVEN: {said}." in capsys.readouterr().out
+
+
 def test_samples_that_are_not_proven_are_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run_drill(make_plan(tmp_path / "out"), audit=lambda *_: ("steps 3 to 4: 1 missing",), run_one=Runs())
     assert code == DrillCode.NOT_THE_SAME

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from orchestrator.chaos import ChaosAction, ChaosVerb
 from orchestrator.drill_compare import Comparison, compare
 from orchestrator.drill_history import History, read_history
 from orchestrator.drill_rules import EVALUATION, EXACT, LOSS_SCALE, OWN, ROUNDED, Rules
 from tests.fakes.drill_events import Change, DrillEvents
 
 STEPS = 20
-PLANNED = [("kill-worker", 8)]
+PLANNED = "kill-worker@8"
 
 
 def unbroken() -> History:
@@ -27,8 +28,16 @@ def interrupted(changes: Mapping[int, Change] | None = None, *, size: int = 3, d
     return read_history(run.begin(size, restored=6, cause="worker-lost").train(STEPS).end(digest))
 
 
-def judged(other: History, rules: Rules = EXACT, planned: list[tuple[str, int]] = PLANNED) -> Comparison:
-    return compare(unbroken(), other, rules=rules, num_steps=STEPS, planned=planned)
+def plan(text: str) -> list[ChaosAction]:
+    """``verb@step`` by commas, bare of notices and the like."""
+    parts = [part.split("@") for part in text.split(",") if part]
+    return [ChaosAction(verb=ChaosVerb(verb), step=int(step)) for verb, step in parts]
+
+
+def judged(
+    other: History, rules: Rules = EXACT, planned: str = PLANNED, undone: Mapping[str, str] | None = None
+) -> Comparison:
+    return compare(unbroken(), other, rules=rules, num_steps=STEPS, planned=plan(planned), undone=undone)
 
 
 def setting(name: str, value: Any) -> Change:
@@ -149,7 +158,7 @@ def test_evaluations_are_compared_where_both_runs_made_one() -> None:
         if one is not None:
             lone.emit("eval", step=10, attempt=1, loss=one)
         reference = read_history(lone.train(STEPS).end())
-        found = compare(reference, evaluated(other), rules=rules, num_steps=STEPS, planned=PLANNED)
+        found = compare(reference, evaluated(other), rules=rules, num_steps=STEPS, planned=plan(PLANNED))
         return [first.quantity.field for first in found.first]
 
     assert judge(2.0, 2.0, EXACT) == judge(2.0, None, EXACT) == judge(None, 2.0, EXACT) == []
@@ -174,7 +183,7 @@ def test_samples_and_schedule_are_exact_at_any_number_of_workers(name: str) -> N
 def test_a_loss_that_is_no_number_is_equal_to_itself_alone() -> None:
     nan = {11: setting("loss", math.nan)}
     both = read_history(DrillEvents(nan).begin(4).train(STEPS).end())
-    assert compare(both, interrupted(nan), rules=EXACT, num_steps=STEPS, planned=PLANNED).is_same
+    assert compare(both, interrupted(nan), rules=EXACT, num_steps=STEPS, planned=plan(PLANNED)).is_same
     found = judged(interrupted(nan), ROUNDED)
     assert (found.first[0].step, found.first[0].size) == (11, math.inf)
 
@@ -183,22 +192,44 @@ def test_a_loss_that_is_no_number_is_equal_to_itself_alone() -> None:
 
 
 def test_a_run_that_nothing_interrupted_proves_nothing() -> None:
-    found = judged(unbroken(), planned=[])
+    found = judged(unbroken(), planned="")
     assert not found.is_same
     assert found.problems == ("nothing was interrupted: the second run went through in one attempt as well",)
 
 
 def test_every_fault_must_have_happened_each_once() -> None:
-    planned = [("kill-worker", 8), ("kill-worker", 8), ("drain-node", 12)]
+    planned = "kill-worker@8,kill-worker@8,drain-node@12"
     found = judged(interrupted(), planned=planned)
     assert found.problems == ("kill-worker@8 never happened", "drain-node@12 never happened")
+
+
+def test_why_a_fault_never_happened_is_said_and_what_would_help() -> None:
+    late, refused = (
+        ChaosAction(verb=ChaosVerb.SCALE, step=8, workers=1),
+        ChaosAction(verb=ChaosVerb.SCALE, step=8, workers=9),
+    )
+    run = DrillEvents().begin(4).train(8).strike("kill-worker", 8).strike("scale", 8)
+    history = read_history(run.begin(3, restored=6, cause="worker-lost").train(STEPS).end())
+
+    def problems(undone: Mapping[str, str]) -> tuple[str, ...]:
+        return compare(unbroken(), history, rules=EXACT, num_steps=STEPS, undone=undone,
+                       planned=[late, refused, *plan(PLANNED)]).problems  # fmt: skip
+
+    assert problems({str(refused): "the driver refused: too many"}) == (
+        "scale:9@8 never happened: the driver refused: too many",
+    )
+    why = "the driver ended before it answered, DriverGone: aaaaaaaa"
+    assert problems({str(late): why}) == (
+        f"scale:1@8 never happened: {why}; more steps (--steps), or longer ones, give it time",
+    )
+    assert problems({}) == ("scale:9@8 never happened",)
 
 
 def test_a_fault_that_hit_an_idle_node_is_said_by_name_and_blamed_for_nothing() -> None:
     run = DrillEvents({15: scaling("loss", 2)}).begin(3).train(8).strike("kill-worker", 8, "a worker of node 2")
     run.begin(3, restored=6, cause="worker-lost").train(12).strike("kill-node", 12, "node 9", pid=99)
     history = read_history(run.begin(3, restored=12, cause="join", kept=3).train(STEPS).end())
-    found = judged(history, planned=[("kill-worker", 8), ("kill-node", 12)])
+    found = judged(history, planned="kill-worker@8,kill-node@12")
     why = "nothing that it hit was training, or the run was over before it was missed"
     assert found.problems == (f"kill-node at step 12 (node 9) interrupted nothing: {why}",)
     assert found.last_strike is not None
@@ -209,7 +240,7 @@ def test_a_fault_that_hit_an_idle_node_is_said_by_name_and_blamed_for_nothing() 
 def test_a_fault_after_which_no_new_attempt_came_interrupted_nothing(verb: str) -> None:
     run = DrillEvents().begin(3).train(8).strike("kill-worker", 8).begin(3, restored=6, cause="worker-lost")
     history = read_history(run.train(STEPS - 1).strike(verb, 19).train(STEPS).end())
-    (problem,) = judged(history, planned=[("kill-worker", 8), (verb, 19)]).problems
+    (problem,) = judged(history, planned=f"kill-worker@8,{verb}@19").problems
     assert problem.startswith(f"{verb} at step 19 (node 2) interrupted nothing: ")
 
 
@@ -222,7 +253,7 @@ def test_what_strikes_with_a_delay_has_interrupted_once_the_run_goes_on_without_
         if is_named:
             run.emit("fault", cause="hang", workers=["w1"], nodes=[])
         run.begin(4, restored=8, cause=cause, kept=kept)
-        return judged(read_history(run.train(STEPS).end()), planned=[(verb, 8)]).problems
+        return judged(read_history(run.train(STEPS).end()), planned=f"{verb}@8").problems
 
     assert problems(kept=2) == problems(is_named=True) == ()
     assert len(problems()) == len(problems(cause="driver-restart", kept=0)) == 1
@@ -234,14 +265,14 @@ def test_what_died_between_two_worlds_has_interrupted_the_one_that_was_formed_wi
     run.strike("kill-worker", 9, pid=3)
     run.begin(2, restored=6, cause="worker-lost", kept=2).begin(1, restored=6, cause="worker-lost", kept=0)
     history = read_history(run.train(STEPS).end())
-    assert judged(history, planned=[("kill-worker", 8), ("kill-worker", 9)]).is_same
+    assert judged(history, planned="kill-worker@8,kill-worker@9").is_same
 
 
 @pytest.mark.parametrize("verb", ["slow-node", "kill-keeper", "add-node", "scale", "store-outage"])
 def test_what_need_not_interrupt_is_not_asked_whether_it_did(verb: str) -> None:
     run = DrillEvents().begin(4).train(4).strike(verb, 4).train(8).strike("kill-worker", 8)
     history = read_history(run.begin(3, restored=6, cause="worker-lost").train(STEPS).end())
-    assert judged(history, planned=[(verb, 4), ("kill-worker", 8)]).is_same
+    assert judged(history, planned=f"{verb}@4,kill-worker@8").is_same
 
 
 @pytest.mark.parametrize("kept", [0, 2, 3])
@@ -257,7 +288,7 @@ def test_a_fresh_process_that_made_no_step_that_counts_is_none() -> None:
     run = DrillEvents().begin(4).train(4).strike("kill-worker", 4).begin(4, restored=0, cause="worker-lost").train(8)
     run.strike("kill-worker", 8).begin(3, restored=6, cause="worker-lost", kept=3)
     history = read_history(run.train(STEPS).end())
-    planned = [("kill-worker", 4), ("kill-worker", 8)]
+    planned = "kill-worker@4,kill-worker@8"
     assert ["fresh process" in problem for problem in judged(history, planned=planned).problems] == [True]
 
 
@@ -265,7 +296,7 @@ def test_a_process_of_the_next_driver_is_fresh_although_its_worker_has_an_old_na
     run = DrillEvents().begin(1).train(8).strike("kill-driver", 8)
     run.emit("worker_ready", worker="w1", node_id="n1", pid=99)
     run.begin(1, restored=8, cause="driver-restart", kept=1)
-    assert judged(read_history(run.train(STEPS).end()), planned=[("kill-driver", 8)]).is_same
+    assert judged(read_history(run.train(STEPS).end()), planned="kill-driver@8").is_same
 
 
 def test_a_spare_that_waited_from_the_beginning_is_fresh_when_it_steps_in() -> None:
@@ -286,7 +317,7 @@ def test_steps_that_are_missing_or_not_traced_are_no_proof() -> None:
 def test_steps_whose_events_died_with_a_driver_are_not_missing() -> None:
     run = DrillEvents().begin(4).train(8).strike("kill-driver", 8)
     history = read_history(run.begin(4, restored=10, cause="driver-restart").train(STEPS).end())
-    found = judged(history, planned=[("kill-driver", 8)])
+    found = judged(history, planned="kill-driver@8")
     assert found.is_same
     assert history.untold == {9, 10}
 
@@ -296,19 +327,19 @@ def test_events_that_died_with_a_driver_after_a_step_was_rolled_back_are_not_mis
     run.begin(4, restored=6, cause="worker-lost").train(7).strike("kill-driver", 7)
     history = read_history(run.begin(4, restored=10, cause="driver-restart").train(STEPS).end())
     assert history.untold == {8, 9, 10}, "steps 8 to 10 were told of before, and rolled back"
-    assert judged(history, planned=[("kill-worker", 12), ("kill-driver", 7)]).is_same
+    assert judged(history, planned="kill-worker@12,kill-driver@7").is_same
 
 
 def test_nothing_in_common_is_no_proof() -> None:
-    run = DrillEvents().begin(4).strike("kill-driver", 0)
+    run = DrillEvents().begin(4).strike("kill-driver", 1)
     history = read_history(run.begin(4, restored=STEPS, cause="driver-restart").end("weights-20"))
-    found = judged(history, planned=[("kill-driver", 0)])
+    found = judged(history, planned="kill-driver@1")
     assert found.problems == ("there is no step that both runs tell of",)
 
 
 def test_a_reference_that_was_interrupted_itself_is_none() -> None:
     reference = interrupted()
-    found = compare(reference, interrupted(), rules=EXACT, num_steps=STEPS, planned=PLANNED)
+    found = compare(reference, interrupted(), rules=EXACT, num_steps=STEPS, planned=plan(PLANNED))
     assert found.problems == ("the uninterrupted run was interrupted itself: worker-lost",)
 
 

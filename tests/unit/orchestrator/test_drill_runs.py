@@ -71,12 +71,20 @@ def test_events_lines_and_code_of_a_run_are_told(tmp_path: Path) -> None:
 for step in (1, 2, 3):
     emit(event="step", step=step)
 print("chaos: x did NOT happen", file=sys.stderr)
+print("a time WARNING some.logger: chaos: scale:1@2 did NOT happen: NoDriver: gone", file=sys.stderr)
+print("chaos: kill-node@9+save never happened: the run ended first", file=sys.stderr)
+print("chaos: cut-node:1@3 did NOT happen, or not as told: OSError: no", file=sys.stderr)
 sys.exit(12)
 """
     end = run(tmp_path, body, view, [])
     assert (end.name, end.exit_code) == (UNBROKEN, 12)
     assert [event["step"] for event in end.events] == view.steps == [1, 2, 3]
-    assert end.lines == ("chaos: x did NOT happen",)
+    assert end.lines[0] == "chaos: x did NOT happen"
+    assert end.undone == {
+        "scale:1@2": "NoDriver: gone",
+        "kill-node@9+save": "the run ended first",
+        "cut-node:1@3": "OSError: no",
+    }
     assert "chaos: x did NOT happen" in view.notes
 
 
