@@ -24,6 +24,7 @@ from workers.exact_norm import exact_norm
 from workers.invariance import Invariance, require_invariant_modules
 from workers.replicated import compute_in, is_first_replica, sum_gradients
 from workers.unused_parameters import send_unused
+from workers.view_outputs import return_no_views
 
 __all__ = [
     "Gradients",
@@ -98,6 +99,7 @@ def _shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            return_no_views(module)
     send_unused(model)
 
 
