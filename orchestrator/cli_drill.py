@@ -28,6 +28,12 @@ DRILL_EPILOG = """[bold]Examples[/bold]
 
   raysume drill run.yaml --loop train:train reproducible=true
 
+[bold]Where the runs differ[/bold]
+
+  Two causes are the commonest. A model with dropout drops other units once the number of workers has changed: drill
+  it with reproducible=true. And a loop that keeps something outside of its state loses it in a fresh process: give it
+  to make_trackers.
+
 [bold]Exit codes[/bold]
 
   0 the same run; 25 not the same, or nothing was proven; 10 configuration; 14 stopped; else that of the run that

@@ -11,7 +11,9 @@ from pydantic import JsonValue
 
 from orchestrator.drill_compare import Comparison, Difference
 from orchestrator.drill_history import History, Strike
-from orchestrator.drill_rules import LOSS, WEIGHTS, Measure, Quantity
+from orchestrator.drill_parting import hints, parting_lines
+from orchestrator.drill_rules import LOSS, WEIGHTS, Quantity
+from orchestrator.report_text import count
 from orchestrator.summary import AttemptSummary
 
 __all__ = ["DrillResult", "result_json", "result_text"]
@@ -88,7 +90,7 @@ def result_text(result: DrillResult) -> str:
             "in another order, so bits are not compared any more (reproducible: true promises them)."
         )
     if comparison.first:
-        lines += _first_difference(result)
+        lines += parting_lines(comparison, result.interrupted, reproducible=result.reproducible)
     lines += [f"NOTE     {note}" for note in result.notes]
     lines += [f"PROBLEM  {problem}" for problem in result.problems]
     if not result.audit:
@@ -109,15 +111,14 @@ def _heading(result: DrillResult) -> list[str]:
 
 def _recoveries(history: History) -> list[str]:
     lines = [
-        f"{len(history.recoveries)} regroup{'s' if len(history.recoveries) != 1 else ''}, "
-        f"{history.num_rolled_back} steps trained again, "
+        f"{count(len(history.recoveries), 'regroup')}, {count(history.num_rolled_back, 'step')} trained again, "
         f"workers {' > '.join(map(str, _sizes(history.attempts)))}"
     ]
     for attempt in history.recoveries:
         took = _recovery_s(attempt)
         time = "" if took is None else f", {took:.1f} s"
         lines.append(
-            f"  {attempt['cause']:16} {attempt['world_size']} workers go on from step {attempt['restored_step']} "
+            f"  {attempt['cause']:16} {count(attempt['world_size'], 'worker')} from step {attempt['restored_step']} on "
             f"({attempt['restored_from']}), {attempt['lost_steps']} lost{time}"
         )
     return lines
@@ -167,31 +168,6 @@ def _quantities(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _first_difference(result: DrillResult) -> list[str]:
-    comparison = result.comparison
-    step = comparison.first[0].step
-    lines = [f"FIRST DIFFERENCE at step {step}"]
-    for difference in comparison.first:
-        measure = comparison.rules[difference.quantity].measure
-        way = "absolute" if measure is Measure.ABSOLUTE else "relative"
-        size = "" if difference.size is None else f", a difference of {difference.size:.2e} {way}"
-        values = f"{_value(difference.unbroken)} uninterrupted, {_value(difference.interrupted)} interrupted"
-        lines.append(f"  {difference.quantity.name}: {values}{size}")
-    strike = comparison.last_strike
-    lines.append("  no fault had struck before it" if strike is None else f"  the last fault before it: {strike}")
-    attempt = result.interrupted.attempt_of(step)
-    if attempt is not None and attempt["restored_step"]:
-        lines.append(
-            f"  the step was made by attempt {attempt['attempt']} ({attempt['cause']}), which went on from step "
-            f"{attempt['restored_step']} ({attempt['restored_from']})"
-        )
-    return lines
-
-
-def _value(value: object) -> str:
-    return repr(value) if isinstance(value, float) else str(value)
-
-
 def _verdict(result: DrillResult) -> str:
     if result.is_same:
         what = "to the bit" if result.reproducible else "within what rounding explains"
@@ -228,6 +204,7 @@ def result_json(result: DrillResult) -> dict[str, JsonValue]:
         "quantities": {one.field: _quantity_json(comparison, one) for one in comparison.rules},
         "first_difference": [_difference_json(one) for one in comparison.first],
         "last_fault_before": None if strike is None else str(strike),
+        "hints": list(hints(comparison, reproducible=result.reproducible)),
         "weights_digest": {"uninterrupted": result.unbroken.weights_digest,
                            "interrupted": result.interrupted.weights_digest},
         "audit": list(result.audit),
