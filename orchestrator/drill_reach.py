@@ -59,6 +59,10 @@ class Reach:
     stepped: set[int] = field(default_factory=set)
     faults: list[Event] = field(default_factory=list)
 
+    def size_at(self, at_s: float) -> int:
+        """How many workers the newest World had then; 0 before the first."""
+        return next((len(world.processes) for world in reversed(self.worlds) if world.began_s <= at_s), 0)
+
     def fresh_attempts(self) -> frozenset[int]:
         """Those that went on from a step with a process that had never trained."""
         seen: set[_Process] = set()

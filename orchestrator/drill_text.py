@@ -56,6 +56,11 @@ class DrillResult:
             notes.append(
                 "the run never grew: its steps were over before a new worker had started; --steps gives it time"
             )
+        notes += [
+            f"{strike} changed nothing: so many trained already"
+            for strike in strikes
+            if self.interrupted.reach.size_at(strike.target.at_s) == _asked_workers(strike)
+        ]
         if sources and not sources & _STORED:
             notes.append("every restore was from memory; checkpoint.memory.mode=off drills those from the store")
         return tuple(notes)
@@ -65,10 +70,14 @@ class DrillResult:
         return not self.comparison.first and not self.problems
 
 
-def _asks_to_grow(strike: Strike, least: int) -> bool:
+def _asked_workers(strike: Strike) -> int | None:
     """A ``scale`` says first how many workers it asks for."""
     asked = strike.detail.split(" ")[0]
-    return strike.verb == "add-node" or (strike.verb == "scale" and asked.isdigit() and int(asked) > least)
+    return int(asked) if strike.verb == "scale" and asked.isdigit() else None
+
+
+def _asks_to_grow(strike: Strike, least: int) -> bool:
+    return strike.verb == "add-node" or (_asked_workers(strike) or 0) > least
 
 
 def result_text(result: DrillResult) -> str:

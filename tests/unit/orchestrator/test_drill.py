@@ -136,6 +136,22 @@ def test_a_growth_that_never_came_is_said(tmp_path: Path, last_size: int, num_no
     assert sum("every restore was from memory" in note for note in notes) == 1
 
 
+@pytest.mark.parametrize(("workers", "num_notes"), [(2, 1), (1, 0)])
+def test_a_scale_to_as_many_as_train_already_is_said_to_have_changed_nothing(
+    tmp_path: Path, workers: int, num_notes: int
+) -> None:
+    def run_one(plan: DrillPlan, name: str, view: ProgressView, stops: list[int]) -> RunEnd:
+        end = Runs()(plan, name, view, stops)
+        run = DrillEvents().begin(3).train(8).strike("kill-worker", 8).begin(2, restored=6, cause="worker-lost")
+        run.train(9).strike("scale", 9, f"{workers} workers are asked for")
+        return end if name == UNBROKEN else replace(end, events=[*run.train(STEPS).end()])
+
+    plan = make_plan(tmp_path / "out", chaos=f"kill-worker@8,scale:{workers}@9")
+    assert run_drill(plan, audit=nothing_wrong, run_one=run_one) == 0
+    notes = json.loads((plan.folder / "drill.json").read_text())["notes"]
+    assert sum(note.startswith("scale at step 9") and "changed nothing" in note for note in notes) == num_notes
+
+
 def test_steps_that_nobody_told_of_are_not_claimed(tmp_path: Path) -> None:
     def run_one(plan: DrillPlan, name: str, view: ProgressView, stops: list[int]) -> RunEnd:
         end = Runs()(plan, name, view, stops)
