@@ -212,7 +212,7 @@ class Aftermath:
             detail=detail,
             detected_s=self._recorder.since_start_s(detected_at_s),
         )
-        _log.warning("fault: %s: %s", fault.kind.value, detail)
+        _log.warning("fault: %s: %s", fault.kind.value, detail.partition("\n")[0])  # the event has it all
         return Broken(fault=replace(fault, detail=detail), facts=facts, detected_at_s=detected_at_s)
 
     def _after_leaving(self, end: Left) -> Regroup | Stop:

@@ -298,7 +298,7 @@ class AttemptRun:
             detail="; ".join([fault.detail, *(hang.detail for hang in self._hangs)]),
             detected_s=self._recorder.since_start_s(detected_at_s),
         )
-        _log.warning("fault: %s: %s", fault.kind.value, fault.detail)
+        _log.warning("fault: %s: %s", fault.kind.value, fault.detail.partition("\n")[0])  # the event has it all
         return Broken(fault=fault, facts=facts, detected_at_s=detected_at_s)
 
     def _ask_starved(self, reckoning: Reckoning, fenced: frozenset[str]) -> dict[Any, str]:

@@ -32,6 +32,7 @@ from orchestrator.node_watcher import NodeWatcher
 from orchestrator.plan_chooser import PlanChooser
 from orchestrator.recorder import Recorder
 from orchestrator.replica_doubt import ReplicaDoubt
+from orchestrator.report_text import count
 from orchestrator.request_work import Desk, RequestWork
 from orchestrator.resume import Resume
 from orchestrator.save_pace import SavePace
@@ -352,7 +353,8 @@ class Controller:
             members=[member.worker_id for member in world.members],
             wanted_workers=self._sizing.world.max_workers,
         )
-        _log.info("attempt %d: %d workers, from step %d (%s)", world.attempt.number, world.size, restored_step, cause)
+        workers = count(world.size, "worker")
+        _log.info("attempt %d: %s, from step %d (%s)", world.attempt.number, workers, restored_step, cause)
         self._recorder.forget_beyond(restored_step)
         return restored_step
 

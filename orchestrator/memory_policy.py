@@ -59,7 +59,7 @@ def decide_memory(config: MemoryConfig, facts: MemoryFacts) -> MemoryChoice:
         return MemoryChoice(mode="off", reason=reason, have_bytes=0, fits=False)
     alone = _reason_for_none(config, facts)
     if facts.state_bytes is None:
-        size = "the size of the state is not known before the first Snapshot"
+        size = "whether it fits is not known before the first Snapshot"
         return MemoryChoice(mode="own-only" if alone else "replicated", reason=f"{alone}; {size}" if alone else size)
     own_need, own_have = _tightest(facts, with_replicas=False)
     need, have = (own_need, own_have) if alone else _tightest(facts, with_replicas=True)

@@ -180,7 +180,7 @@ class MemorySetup:
         if said == self._said:
             return
         self._said = said
-        log = _log.info if choice.fits else _log.warning
+        log = _log.debug if choice.fits else _log.warning  # it is said by its event
         log("memory tier: %s: %s", choice.mode, choice.reason)
         self._recorder.emit(
             "memory_tier",

@@ -270,7 +270,7 @@ def event_line(event: Event) -> str | None:
         case "eval":
             return f"eval at step {event.get('step')}: loss {_figure(event, 'loss')}, best {_figure(event, 'best')}"
         case "run_finished":
-            return f"run {event.get('status')}: {event.get('exit_reason')}"
+            return f"run {event.get('status')}: {event.get('exit_reason')}".partition("\n")[0]  # the report has it all
         case _:
             return None
 

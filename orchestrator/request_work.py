@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from orchestrator.report_text import count
 from orchestrator.requests import ReplyState, Request
 from orchestrator.signals import Committed, SaveBound, SaveFailed, SaveSkipped, Signal, StepFinished
 from storage.keys import Attempt
@@ -179,7 +180,7 @@ class RequestWork:
         nonce, workers = self._scale.nonce, self._scale.workers
         self._scale = None
         self._sizing.reached()
-        self._desk.answer(nonce, "done", f"{workers} workers train", step)
+        self._desk.answer(nonce, "done", f"{count(workers, 'worker')} train", step)
 
     # -- saves ------------------------------------------------------------------------------------------------------
 

@@ -153,6 +153,13 @@ def test_one_of_something_is_not_said_to_be_several() -> None:
     assert event_line({"event": "request", "wish": "scale", "workers": 1}) == "asked by someone: scale to 1 worker"
 
 
+def test_a_long_reason_is_said_in_full_by_the_fault_and_not_again_at_the_end() -> None:
+    reason = "rank 0, step 3: ValueError: no label\nin row 17\nof shard X"
+    assert event_line({"event": "fault", "cause": "user-error", "detail": reason}) == f"fault: user-error: {reason}"
+    end: Event = {"event": "run_finished", "status": "user-error", "exit_reason": reason}
+    assert event_line(end) == "run user-error: rank 0, step 3: ValueError: no label"
+
+
 def test_the_speed_is_not_computed_across_a_rollback() -> None:
     status = RunStatus()
     status.add({"event": "step", "step": 5, "tokens": 500, "step_s": 1.0})
