@@ -24,7 +24,7 @@ _FLOOR = 1e-17  # where losses are equal to the bit: a logarithm has no zero
 def draw(path: Path, unbroken: History, interrupted: History, comparison: Comparison) -> str:
     """Write the picture; its path, or why there is none: the verdict of a drill does not depend on one."""
     try:
-        _draw(path, unbroken, interrupted, comparison)
+        _draw(unbroken, interrupted, comparison).savefig(path)
     except ImportError as error:
         return f"none: {error} (pip install matplotlib)"
     except Exception as error:  # noqa: BLE001 - drawing is another's code, and two runs are done whose result is due
@@ -32,7 +32,8 @@ def draw(path: Path, unbroken: History, interrupted: History, comparison: Compar
     return str(path)
 
 
-def _draw(path: Path, unbroken: History, interrupted: History, comparison: Comparison) -> None:
+def _draw(unbroken: History, interrupted: History, comparison: Comparison) -> Any:
+    """A matplotlib Figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
@@ -50,12 +51,13 @@ def _draw(path: Path, unbroken: History, interrupted: History, comparison: Compa
         if comparison.first:
             axis.axvline(comparison.first[0].step, color="tab:red", linewidth=1.0)
     for step, names in verbs.items():
-        place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "top"}
-        upper.annotate(", ".join(names), (step, 1.0), fontsize=7, color="0.4", **place)
+        # Above the axes, where no curve runs; the layout leaves them the room that they need.
+        place = {"xycoords": ("data", "axes fraction"), "rotation": 45, "ha": "left", "va": "bottom"}
+        upper.annotate(", ".join(names), (step, 1.01), fontsize=7, color="0.4", annotation_clip=False, **place)
     upper.set_ylabel("loss")
-    upper.legend(loc="lower left")
+    figure.legend(loc="outside lower center", ncols=2)
     lower.set_xlabel("step")
-    figure.savefig(path)
+    return figure
 
 
 def _draw_difference(axis: Any, unbroken: History, interrupted: History, comparison: Comparison) -> None:
