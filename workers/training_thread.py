@@ -158,7 +158,7 @@ class TrainingThread:
 
     def _cause(self, error: BaseException, finished_step: int) -> FailureCause:
         restore = self._spec.restore
-        is_restoring = restore is not None and self._pulse.read().phase is Phase.LOADING
+        is_restoring = restore is not None and self._pulse.read().phase in (Phase.FORMING, Phase.LOADING)
         cause = cause_of(
             error,
             rank=self._spec.rank,

@@ -42,6 +42,7 @@ def thread_in(phase: Phase, restore: RestorePlan | None) -> TrainingThread:
     [
         (Phase.LOADING, PLAN, 0, "rank 1, while restoring step 30"),
         (Phase.LOADING, PLAN, 30, "rank 1, while restoring step 30"),  # in its proof
+        (Phase.FORMING, PLAN, 0, "rank 1, while restoring step 30"),  # in the loop, before it builds the state
         (Phase.COMPILING, PLAN, 30, "rank 1, step 31"),
         (Phase.LOADING, None, 0, "rank 1, step 1"),
     ],
