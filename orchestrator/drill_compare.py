@@ -35,7 +35,8 @@ class Comparison:
     """``first``: everything that differs at the first step at which more differs than is allowed. ``largest``: of each
     number the largest difference, allowed or not. ``num_differing``: at how many steps more differs than is allowed.
     ``num_compared``: at how many steps it was held to its rule. ``world_differs_at``: the first step of Worlds of
-    different sizes. ``problems``: other reasons for which this is no proof."""
+    different sizes, or of one that nobody told; ``sizes_differ_at``: the first of those
+    that were told. ``problems``: other reasons for which this is no proof."""
 
     rules: Rules
     num_steps: int
@@ -44,6 +45,7 @@ class Comparison:
     num_differing: dict[Quantity, int]
     num_compared: dict[Quantity, int]
     world_differs_at: int | None
+    sizes_differ_at: int | None
     last_strike: Strike | None
     problems: tuple[str, ...]
 
@@ -85,6 +87,7 @@ def compare(
         num_differing=tally.num_differing,
         num_compared=tally.num_compared,
         world_differs_at=tally.world_differs_at,
+        sizes_differ_at=min(changed, default=None),
         last_strike=interrupted.strike_before(tally.first[0].step) if tally.first else None,
         problems=problems,
     )

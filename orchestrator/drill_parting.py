@@ -41,7 +41,7 @@ def hints(comparison: Comparison, *, reproducible: bool) -> tuple[str, ...]:
     """The commonest causes of such a difference, each with what to do; none where nothing differs."""
     if not comparison.first:
         return ()
-    step, differs_at = comparison.first[0].step, comparison.world_differs_at
+    step, differs_at = comparison.first[0].step, comparison.sizes_differ_at
     if comparison.last_strike is None:
         return (
             "nothing had struck yet, so two runs in peace would part as well: something is not seeded, or follows the "

@@ -94,10 +94,7 @@ def result_text(result: DrillResult) -> str:
         "",
     ]
     if comparison.world_differs_at is not None and comparison.rules[WEIGHTS].only_same_world:
-        lines.append(
-            f"From step {comparison.world_differs_at} on the runs have different numbers of workers: sums are rounded "
-            "in another order, so bits are not compared any more (reproducible: true promises them)."
-        )
+        lines.append(_why_no_bits(comparison))
     if comparison.first:
         lines += parting_lines(comparison, result.interrupted, reproducible=result.reproducible)
     lines += [f"NOTE     {note}" for note in result.notes]
@@ -106,6 +103,15 @@ def result_text(result: DrillResult) -> str:
         lines.append("audit    each sample once an epoch and in order, by the ledger of the interrupted run")
     lines += [f"plot     {result.plot}", f"files    {result.folder}", "", _verdict(result)]
     return "\n".join(lines)
+
+
+def _why_no_bits(comparison: Comparison) -> str:
+    step = comparison.world_differs_at
+    if step == comparison.sizes_differ_at:
+        why = "the runs have different numbers of workers and sums are rounded in another order"
+    else:
+        why = "nobody knows how many workers the interrupted run had, for the events of that step died with a driver"
+    return f"From step {step} on {why}: bits are not compared any more (reproducible: true promises them)."
 
 
 def _heading(result: DrillResult) -> list[str]:

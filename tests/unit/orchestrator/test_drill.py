@@ -152,7 +152,7 @@ def test_a_scale_to_as_many_as_train_already_is_said_to_have_changed_nothing(
     assert sum(note.startswith("scale at step 9") and "changed nothing" in note for note in notes) == num_notes
 
 
-def test_steps_that_nobody_told_of_are_not_claimed(tmp_path: Path) -> None:
+def test_steps_that_nobody_told_of_are_not_claimed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run_one(plan: DrillPlan, name: str, view: ProgressView, stops: list[int]) -> RunEnd:
         end = Runs()(plan, name, view, stops)
         run = DrillEvents().begin(3).train(8).strike("kill-driver", 8).begin(3, restored=10, cause="driver-restart")
@@ -160,6 +160,9 @@ def test_steps_that_nobody_told_of_are_not_claimed(tmp_path: Path) -> None:
 
     plan = make_plan(tmp_path / "out", chaos="kill-driver@8")
     assert run_drill(plan, audit=nothing_wrong, run_one=run_one) == 0
+    said = capsys.readouterr().out
+    assert "From step 9 on nobody knows how many workers the interrupted run had" in said
+    assert "the runs have different numbers of workers" not in said
     verdict = json.loads((plan.folder / "drill.json").read_text())["verdict"]
     assert verdict.endswith(f"at {STEPS - 2} of {STEPS} steps; the events of the others died with a driver.")
 

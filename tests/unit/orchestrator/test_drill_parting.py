@@ -49,3 +49,12 @@ def test_a_step_before_the_one_that_was_struck_is_said_to_have_been_made_again(s
     lines, _ = parting(step)
     assert f"  the last fault before it: kill-worker at step 8 (node 2){again}" in lines
     assert "  the step was made by attempt 2 (worker-lost), which went on from step 6 (own-memory)" in lines
+
+
+def test_numbers_of_workers_that_nobody_told_are_not_said_to_differ() -> None:
+    run = DrillEvents({15: lambda event: event.update(loss=9.0)}).begin(4).train(8).strike("kill-driver", 8)
+    history = read_history(run.begin(4, restored=10, cause="driver-restart").train(STEPS).end())
+    unbroken = read_history(DrillEvents().begin(4).train(STEPS).end())
+    found = compare(unbroken, history, rules=ROUNDED, num_steps=STEPS, planned=parse_chaos("kill-driver@8"))
+    assert (found.world_differs_at, found.sizes_differ_at) == (9, None)
+    assert [DROPOUT in hint for hint in hints(found, reproducible=False)] == [False]
