@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from orchestrator.cli import app
 from orchestrator.cli_checkpoints import CheckpointsCode
 from orchestrator.config import RunConfig
+from orchestrator.driver_child import driver_command
 from orchestrator.errors import StartOutage
 from orchestrator.exit_codes import ExitCode
 from orchestrator.options import DriverOptions
@@ -157,6 +158,18 @@ def test_overrides_and_options_reach_the_driver_exactly(launch: FakeLaunch) -> N
         json_output=True,
         asked=(LOCAL, value, "run.resume=40", "seed=7"),
     )
+
+
+def test_a_supervised_driver_is_told_what_was_asked_of_its_supervisor(launch: FakeLaunch) -> None:
+    asked = ("run.yaml", "run.steps=6", "--local-nodes", "3", "--loop", "a:b")
+    command = driver_command(
+        Path(LOCAL), ("run.steps=6",), ray_address="127.0.0.1:1", events_path=Path("/tmp/e"), json_output=False,
+        asked=asked,
+    )  # fmt: skip
+    ended = runner.invoke(app, command[command.index("run") :])
+    assert ended.exit_code == 0, ended.output
+    ((_, options),) = launch.asked
+    assert options.asked == asked
 
 
 def test_chaos_without_a_local_cluster_is_refused(launch: FakeLaunch) -> None:
