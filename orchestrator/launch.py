@@ -146,7 +146,7 @@ class _Driver:
             record.sink.emit("driver_started", nonce=self._nonce, pid=os.getpid(), first_attempt=first_number)
             steps = self._config.run.steps
             if self._config.run.resume == "auto" and has_whole_end(self._store, log, steps):
-                reached = max(steps, *(commit.step for commit in log.commits()))
+                reached = max([steps, *(commit.step for commit in log.commits())])
                 reason = f"step {reached} was committed before; raise run.steps, now {steps}, beyond that to train on"
                 return record.finish(RunEnd(exit_code=ExitCode.SUCCESS, reason=reason))
             durable_step = None
