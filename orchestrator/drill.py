@@ -136,7 +136,7 @@ def _compare(plan: DrillPlan, unbroken: RunEnd, interrupted: RunEnd, *, audit: t
 
 def _say_failure(end: RunEnd, plan: DrillPlan) -> None:
     print(*end.lines[-_SHOWN_LINES:], sep="\n", file=sys.stderr)
-    reason = read_history(end.events).exit_reason
+    reason = (read_history(end.events).exit_reason or "").partition("\n")[0]
     text = f"error: the {end.name} run ended with exit code {end.exit_code}{f': {reason}' if reason else ''}"
     print(f"{text}; its files are in {plan.directory(end.name)}", file=sys.stderr, flush=True)
 
