@@ -73,7 +73,7 @@ def _life(scratch: Path, name: str, *, until: int | None, limit_s: float) -> lis
             driver = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
         deadline = time.monotonic() + limit_s
         while True:
-            found = _read(events)
+            found = _own(_read(events), is_new=until is not None)
             steps = [event["step"] for event in found if event["event"] == "step"]
             if steps and (steps[-1] >= until if until is not None else _has_told_where_from(found)):
                 return found
@@ -88,6 +88,12 @@ def _life(scratch: Path, name: str, *, until: int | None, limit_s: float) -> lis
             cluster.bury(cluster.kill_node(number))
         cluster.close()
         remove_arenas(cluster.started_node_ids)
+
+
+def _own(events: list[dict[str, Any]], *, is_new: bool) -> list[dict[str, Any]]:
+    """Those of this driver: one that goes on begins with the events of the run that it found in the store."""
+    starts = [at for at, event in enumerate(events) if event["event"] == "run_started" and event["is_new"] is is_new]
+    return events[starts[-1] :] if starts else []
 
 
 def _has_told_where_from(events: list[dict[str, Any]]) -> bool:
