@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import nn, optim
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from workers.config import Reproducible
 from workers.errors import NotReproducible
 from workers.exact_fold import LeafFold, Round
+from workers.local_step import ELEMENTWISE
 from workers.names import clean_name
 from workers.replicated import accumulate_in_double, sum_gradients
 from workers.scalar_gradients import ScalarGradients
@@ -36,19 +37,6 @@ __all__ = [
 
 _CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
 _OFF: Final = "or set reproducible: false"
-
-# Their very classes: what derives from them may look at more than single elements. Each is tested to give the same bits
-# however its parameters are cut.
-_ELEMENTWISE: Final = (
-    optim.AdamW,
-    optim.Adam,
-    optim.SGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.RMSprop,
-    optim.Adagrad,
-)
 
 
 class Invariance:
@@ -196,8 +184,8 @@ def require_invariant_modules(model: nn.Module) -> None:
 def require_invariant_optimizer(optimizer: Optimizer) -> None:
     """Raise for an optimizer whose update of an element may depend on how its parameter is cut over ranks."""
     name = type(optimizer).__name__
-    if type(optimizer) not in _ELEMENTWISE:
-        known = ", ".join(sorted(one.__name__ for one in _ELEMENTWISE))
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
         raise NotReproducible(
             f"optimizer {name} is not known to treat every element by itself, so its update may depend on how"
             f" parameters are cut over ranks; use torch's {known}, {_OFF}"

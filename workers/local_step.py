@@ -15,14 +15,15 @@ import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
 
-__all__ = ["looks_at_no_tensor", "step_locally"]
+__all__ = ["ELEMENTWISE", "looks_at_no_tensor", "step_locally"]
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 _MARK: Final = "_looks_at_no_tensor"
 
-# Their very classes: what derives from them may look at more than single elements.
-_ELEMENTWISE = frozenset(
+# Their very classes: what derives from them may look at more than single elements. Each is tested to give the same bits
+# however its parameters are cut.
+ELEMENTWISE = frozenset(
     {optim.AdamW, optim.Adam, optim.SGD, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad}
 )
 
@@ -75,7 +76,7 @@ def _is_elementwise(optimizer: optim.Optimizer) -> bool:
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     has_hooks = not all(getattr(hook, _MARK, False) for hook in hooks)
     is_differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    return type(optimizer) in _ELEMENTWISE and not has_hooks and not is_differentiable
+    return type(optimizer) in ELEMENTWISE and not has_hooks and not is_differentiable
 
 
 def _part(value: Any) -> Any:
