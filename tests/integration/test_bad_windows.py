@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,15 +36,6 @@ def train_with_a_bad_row(session: Session) -> None:
             step.backward(leaf, loss * factor if bad_row in leaf.sample_ids else loss)
         step.apply()
         session.step_end(step)
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Trio]:
-    trio = Trio()
-    try:
-        yield trio
-    finally:
-        trio.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,6 @@ from tests.fakes.rank_processes import Trio
 from tests.fakes.token_datasets import write_numbered_rows
 from tests.fakes.worker_settings import make_settings
 from workers.contract import OrderKind, OutcomeKind
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Trio]:
-    trio = Trio()
-    try:
-        yield trio
-    finally:
-        trio.close()
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

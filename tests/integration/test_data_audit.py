@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +17,6 @@ from tests.integration.test_bad_windows import assert_finished, plan_for
 from workers.settings import WorkerSettings
 
 ROWS = 40
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Trio]:
-    trio = Trio()
-    try:
-        yield trio
-    finally:
-        trio.close()
 
 
 @pytest.fixture

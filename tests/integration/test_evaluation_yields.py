@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,15 +84,6 @@ def _evaluate(session: Session, step: int, counted: _Counted) -> None:
             return
         with torch.no_grad():
             counted(leaf)
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Trio]:
-    trio = Trio()
-    try:
-        yield trio
-    finally:
-        trio.close()
 
 
 @pytest.mark.parametrize(("world_size", "own"), [(2, False), (3, False), (2, True)])

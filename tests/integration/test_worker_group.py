@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,15 +41,6 @@ def held_by(pid: int) -> Held:
         threads=len(os.listdir(f"/proc/{pid}/task")),
         memory_kb=int(status["RssAnon"].split()[0]),
     )
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Trio]:
-    trio = Trio()
-    try:
-        yield trio
-    finally:
-        trio.close()
 
 
 @pytest.fixture(scope="module")

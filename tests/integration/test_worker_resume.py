@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,6 @@ from workers.session import Session
 from workers.settings import WorkerSettings
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Trio]:
-    trio = Trio()
-    try:
-        yield trio
-    finally:
-        trio.close()
 
 
 @pytest.fixture(scope="module")
