@@ -6,6 +6,7 @@ environment.
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 
 import torch
@@ -23,14 +24,21 @@ def join_group(store: Store, *, rank: int, world_size: int, device: torch.device
     """Make the default group of this process. ``store`` must be fresh for the Attempt (a PrefixStore of its label)."""
     if dist.is_initialized():
         raise RuntimeError("a process group of an earlier Attempt is still open: leave it first")
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    # torch names groups by a counter, sets it back only when a default group is destroyed, and has counted by the time
+    # that making one fails: ranks that failed unequally often would look for each other under different names for ever.
+    dist.distributed_c10d._world.group_count = 0
+    excepthook = sys.excepthook
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    finally:
+        sys.excepthook = excepthook  # torch wraps it anew each time, one layer an Attempt
 
 
 def leave_group() -> None:
