@@ -98,7 +98,8 @@ class AtRisk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Of one Attempt. ``is_finished``: whether it finished the step. ``at_risk`` None: it did not."""
+    """Of one Attempt. ``is_finished``: whether it finished the step. ``at_risk`` None: it did not. ``first_weighed``:
+    the step of the Attempt's first weighing on record; None: there is none."""
 
     attempt: int
     cause: str
@@ -108,6 +109,7 @@ class Answer:
     is_finished: bool
     save: SaveStory | None
     weighing: Weighing | None
+    first_weighed: int | None
     next_asker: NextAsker | None
     save_before: int | None
     save_after: int | None
@@ -173,6 +175,7 @@ def _answer(lives: Sequence[Life], index: int, step: int) -> Answer:
         is_finished=is_finished,
         save=save,
         weighing=weighing,
+        first_weighed=min((int_of(event, "step") for event in life.weighings), default=None),
         next_asker=None if weighing is None else _next_asker(life, weighing),
         save_before=max((bound for bound in saves if bound < step), default=None),
         save_after=min((bound for bound in saves if bound > step), default=None),

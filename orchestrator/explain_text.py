@@ -80,7 +80,7 @@ def _weighing_rows(answer: Answer) -> list[tuple[str, str]]:
             if step is not None
         ]
         return [
-            ("weighed", "no weighing of the policies is on record until then"),
+            ("weighed", _why_not_weighed(answer)),
             *([("saves", ", ".join(around))] if around and answer.save is None else []),
         ]
     rows = [("weighed", f"at step {weighing.step}"), *(("", line) for line in _table(weighing.thoughts))]
@@ -93,6 +93,14 @@ def _weighing_rows(answer: Answer) -> list[tuple[str, str]]:
     elif answer.save is None:
         rows.append(("next to ask", _next(answer)))
     return rows
+
+
+def _why_not_weighed(answer: Answer) -> str:
+    first = "none came" if answer.first_weighed is None else f"the first came at step {answer.first_weighed}"
+    return (
+        "no weighing is on record yet: of an attempt one is kept when a policy asks for a save, else every "
+        f"policy.evaluate_every_steps steps, since fewer give too few signals; {first}"
+    )
 
 
 def _wish(weighing: Weighing) -> str:

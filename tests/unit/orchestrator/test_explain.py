@@ -98,6 +98,18 @@ TABLE = [
 ]
 
 
+NOT_WEIGHED = (
+    "no weighing is on record yet: of an attempt one is kept when a policy asks for a save, else every "
+    "policy.evaluate_every_steps steps, since fewer give too few signals; "
+)
+
+
+def test_an_attempts_first_steps_say_why_nothing_was_weighed_yet_and_when_that_came() -> None:
+    assert told(5)[3] == f"  weighed      {NOT_WEIGHED}the first came at step 10"
+    answer = explain(run_log(), 5).answers[0]
+    assert (answer.weighing, answer.first_weighed) == (None, 10)
+
+
 def test_a_committed_save_names_its_order_what_all_thought_and_how_long_each_part_took() -> None:
     assert told(12) == [
         "Run first-run, step 12: in one attempt",
@@ -167,7 +179,7 @@ def test_a_step_that_was_made_again_is_told_of_each_attempt() -> None:
         "               of all memory 22 steps (44.0 s) lost: step 12 was committed",
         "",
         "Attempt 2 (node-lost), steps 31 to 50 so far: no save at step 34",
-        "  weighed      no weighing of the policies is on record until then",
+        f"  weighed      {NOT_WEIGHED}none came",
         "  saves        the next one at step 44",
         "  covered by   no commit yet",
         "  at a fault   22 steps (44.0 s) lost: step 12 was committed",
