@@ -1,4 +1,4 @@
-"""The process group of one Attempt and the device mesh over it.
+"""The process group of one Attempt and the device mesh over it; nothing that torch keeps per process outlives them.
 
 Membership is decided elsewhere: ranks and the rendezvous store come in as arguments, and nothing is read from the
 environment.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, _unregister_all_process_groups
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _random
 
 __all__ = ["REPLICA_DIM", "SHARD_DIM", "fitting_shard_size", "join_group", "leave_group", "world_mesh"]
 
@@ -24,9 +27,7 @@ def join_group(store: Store, *, rank: int, world_size: int, device: torch.device
     """Make the default group of this process. ``store`` must be fresh for the Attempt (a PrefixStore of its label)."""
     if dist.is_initialized():
         raise RuntimeError("a process group of an earlier Attempt is still open: leave it first")
-    # torch names groups by a counter, sets it back only when a default group is destroyed, and has counted by the time
-    # that making one fails: ranks that failed unequally often would look for each other under different names for ever.
-    dist.distributed_c10d._world.group_count = 0
+    _forget_groups()
     excepthook = sys.excepthook
     try:
         dist.init_process_group(
@@ -37,14 +38,38 @@ def join_group(store: Store, *, rank: int, world_size: int, device: torch.device
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
+    except BaseException:
+        leave_group()  # made already where the barrier behind it failed (TORCH_DIST_INIT_BARRIER)
+        raise
     finally:
         sys.excepthook = excepthook  # torch wraps it anew each time, one layer an Attempt
 
 
 def leave_group() -> None:
-    """Close the default group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Close the default group, if there is one. Where that fails the groups are forgotten all the same."""
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """What would make this process differ for ever from one that is fresh.
+
+    torch names groups by a counter, which it sets back only when all went well to the end: ranks that failed unequally
+    often would look for each other under different names. A group that it could not destroy would forbid the next one.
+    And a rank's first random draw on a DTensor is a collective, for the sake of which it keeps that there was one.
+    """
+    world = distributed_c10d._world
+    distributed_c10d._update_default_pg(None)
+    by_group: list[dict[Any, Any]] = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+    by_group += [world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state]
+    for known in by_group:
+        known.clear()
+    _unregister_all_process_groups()
+    world.group_count = 0
+    _random._rng_tracker = None
 
 
 def world_mesh(device: torch.device, shard_size: int | None = None) -> DeviceMesh:

@@ -1,18 +1,22 @@
-"""How a World is cut into replicas of shards and what of it a configuration may ask for; ranks that failed to join.
+"""How a World is cut into replicas of shards and what of it a configuration may ask for; what a failed join, or leave,
+must not leave behind in a process.
 
-Real in the last: two processes, gloo and its store.
+Real where two ranks find each other: two processes, gloo and its store.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import _random
 
 from workers.config import ModelConfig
 from workers.mesh import fitting_shard_size, join_group, leave_group
@@ -47,10 +51,10 @@ def join_after_failures(rank: int, num_failures: int, port: int, results: Any) -
     hook = sys.excepthook
     store = TCPStore("127.0.0.1", port, is_master=False)
     join_group(store, rank=rank, world_size=2, device=CPU, timeout_s=20.0)
-    beside = torch.distributed.new_group(ranks=[0, 1])
+    beside = dist.new_group(ranks=[0, 1])
     total = torch.tensor([rank + 1.0])
-    torch.distributed.all_reduce(total, group=beside)
-    torch.distributed.barrier()
+    dist.all_reduce(total, group=beside)
+    dist.barrier()
     leave_group()
     results.put((total.item(), sys.excepthook is hook))
 
@@ -68,3 +72,53 @@ def test_ranks_that_failed_to_join_unequally_often_find_each_other() -> None:
         for process in processes:
             process.join(30.0)
             process.kill()
+
+
+# -- nothing of it outlives an Attempt --------------------------------------------------------------------------------
+
+
+def join_alone() -> None:
+    join_group(HashStore(), rank=0, world_size=1, device=CPU, timeout_s=20.0)
+
+
+def assert_world_of_one() -> None:
+    """That the process can form a group, and one beside it, as if it were new."""
+    join_alone()
+    try:
+        assert (dist.group.WORLD, dist.new_group()) != (None, None)
+        assert sorted(distributed_c10d._world.pg_names.values()) == ["0", "1"]
+    finally:
+        leave_group()
+    assert not dist.is_initialized()
+
+
+def test_groups_that_could_not_be_destroyed_do_not_forbid_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: dist.ProcessGroup) -> None:
+        raise RuntimeError("the communicator is broken")
+
+    join_alone()
+    dist.new_group()
+    with monkeypatch.context() as patched:
+        patched.setattr(dist.ProcessGroup, "shutdown", fail)
+        with pytest.raises(RuntimeError, match="communicator is broken"):
+            leave_group()
+    assert not dist.is_initialized()
+    assert_world_of_one()
+
+
+def test_a_join_that_failed_behind_its_group_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    with monkeypatch.context() as patched:
+        patched.setattr(distributed_c10d, "_store_based_barrier", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            join_alone()
+    assert not dist.is_initialized()
+    assert_world_of_one()
+
+
+def test_a_first_random_draw_of_sharded_tensors_is_the_first_again() -> None:
+    """Making torch's tracker is a collective: a fresh process makes it, so one that trained before must as well."""
+    join_alone()
+    _random._rng_tracker = cast(Any, "made in this Attempt")
+    leave_group()
+    assert _random._rng_tracker is None
