@@ -1,6 +1,6 @@
 """The loss on the held-out split: a fixed set of leaves, summed in order, equal on all ranks and at any world size.
 
-When to evaluate, and what a better value means, is the Session's business.
+When to evaluate, and what a better value means, is `held_out`'s business.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """What a training loop sees: the restored state, its steps, and the end of each step, where a Run is made to survive.
 
-`step_end` owns one small all-reduce a step. The vector of step s is read at the end of step s + 1, when it has long
-arrived, so a step does not wait for its own; only one that a Snapshot is taken of, or the last, reads its own at once.
-What is in a Checkpoint and how it is stored is decided elsewhere.
+No step waits for its own sum over the ranks (`step_sums`) but one that a Snapshot is taken of, or the last. What is in
+a Checkpoint and how it is stored is decided elsewhere.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from pydantic import JsonValue
@@ -20,21 +16,18 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from workers.advance import advance, begin
-from workers.compute_clock import ComputeClock
-from workers.contract import AttemptSpec, EvalReport, Phase
+from workers.advance import begin
+from workers.contract import AttemptSpec, Phase
 from workers.courier import Courier
 from workers.data_identity import DATA_TRACKER, DataIdentity
 from workers.data_patience import DataPatience, wait_limit_s
-from workers.errors import LoopMisused, RanksDisagree
-from workers.evaluation import evaluate
+from workers.errors import LoopMisused
 from workers.groups import Groups
 from workers.heartbeat import Pulse
+from workers.held_out import HeldOut
 from workers.leaf_rng import LeafRng
 from workers.loading import Makers, WarmParts, load_state
 from workers.loss import LossOf, mean_token_loss
-from workers.loss_scaling import LossScaling
-from workers.memory_pressure import MemoryPressure
 from workers.order_desk import OrderDesk
 from workers.proof import Proof
 from workers.resume_check import ResumeCheck
@@ -43,33 +36,16 @@ from workers.saving import Saving
 from workers.settings import WorkerSettings
 from workers.skipped_windows import skip_ahead
 from workers.state import Tracker, TrainingState
-from workers.step_check import StepCheck
-from workers.step_reporting import report_of
-from workers.step_trace import StepTrace, StepTracer
-from workers.step_vector import StepVectorLayout
+from workers.step_sums import StepSums
 from workers.stream import Leaf, LeafStream
 from workers.train_step import TrainStep
-from workers.training_statistics import TrainingStatistics
-from workers.vector_filling import VectorFiller
-from workers.vector_reader import Reading, VectorReader
 from workers.yielding import Yielding
 
 __all__ = ["Session"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InFlight:
-    """A step whose vector is under way."""
-
-    step: int
-    reading: Reading
-    finished_at_s: float
-    scaling: LossScaling
-    trace: StepTrace | None
-
-
 class Session:
-    """One rank's part in one Attempt. ``loop_config`` is the user's own; ``statistics`` lags one step."""
+    """One rank's part in one Attempt. ``loop_config`` is the user's own."""
 
     def __init__(
         self,
@@ -84,17 +60,6 @@ class Session:
     ) -> None:
         self._settings, self._spec, self._parts = settings, spec, parts
         self._groups, self._courier, self._pulse, self._check = groups, courier, pulse, check
-        self._clock = ComputeClock(parts.device)
-        self._reader = VectorReader(parts.device)
-        self._layout = StepVectorLayout(num_leaves=settings.data.num_leaves, world_size=spec.world.size)
-        self._filler = VectorFiller(
-            self._layout,
-            rank=spec.rank,
-            signals=settings.signals,
-            clock=self._clock,
-            pressure=MemoryPressure(parts.device, settings.signals),
-            upload=self._reader.upload,
-        )
         self._leaf_rng = LeafRng(settings.seed) if settings.reproducible else None
         self._state: TrainingState | None = None
         self._loss: LossOf = mean_token_loss
@@ -102,8 +67,8 @@ class Session:
         self._stream: LeafStream | None = None
         self._orders: OrderDesk | None = None
         self._saver: Saving | None = None
+        self._step_sums: StepSums | None = None
         self._yielding = Yielding(parts.device, start_sum=groups.start_sum, desk=lambda: self._desk)
-        self._in_flight: _InFlight | None = None
         self._open_step: int | None = None
         self._finished_step = self._base_step = 0
         self._data_patience = DataPatience(
@@ -111,14 +76,18 @@ class Session:
             pulse=pulse,
             check=check,
         )
-        self._step_check = StepCheck(
-            rank=spec.rank,
-            global_batch=settings.data.global_batch,
-            must_be_finite=settings.must_be_finite,
-            loss_spike=settings.loss_spike,
+        self._held_out = HeldOut(
+            settings,
+            spec,
+            parts,
+            yielding=self._yielding,
+            patience=self._data_patience,
+            leaf_rng=self._leaf_rng,
+            courier=courier,
+            pulse=pulse,
+            start_sum=groups.start_sum,
+            check=check,
         )
-        self._tracer = StepTracer(settings.trace_every, rank=spec.rank)
-        self.statistics = TrainingStatistics()
 
     @property
     def rank(self) -> int:
@@ -226,7 +195,7 @@ class Session:
                 state=state,
                 stream=self._stream,
                 device=self.device,
-                num_leaves=self._layout.num_leaves,
+                num_leaves=self._settings.data.num_leaves,
                 rank=self.rank,
                 world_size=self.world_size,
                 clip_norm=self._settings.optim.clip_norm,
@@ -248,16 +217,7 @@ class Session:
         if step.number != self._open_step or step.grad_norm is None:
             raise LoopMisused(f"rank {self.rank}: step_end({step.number}) needs step.apply() before it, once a step")
         self._open_step = None
-        vector = self._filler.fill(step, self._saving.memory, self._desk)
-        reading = self._reader.begin(vector, self._groups.start_sum(vector))
-        before = self._in_flight
-        finished_at_s = time.time()
-        trace = self._tracer.take(step.number, lambda: self.state)
-        self._in_flight = _InFlight(
-            step=step.number, reading=reading, finished_at_s=finished_at_s, scaling=step.scaling, trace=trace
-        )
-        if before is not None:
-            self._absorb(before)
+        self._sums.begin(step)
         if self._finished_step == self._base_step:
             self._saving.warm_up(step.number)
         self._finished_step = step.number
@@ -268,35 +228,7 @@ class Session:
 
     def evaluate_if_due(self, step: TrainStep) -> None:
         """Evaluate on the held-out split every so many steps. Before `step_end`, so that its save knows the metric."""
-        config = self._settings.eval
-        if config.every_steps is None or step.number % config.every_steps or self._parts.validation is None:
-            return
-        with self._pulse.during(Phase.EVALUATING):
-            loss = evaluate(
-                self.state.model,
-                self.loss,
-                self._parts.validation,
-                num_leaves=config.num_leaves,
-                micro_batch=self._settings.data.micro_batch,
-                rank=self.rank,
-                world_size=self.world_size,
-                device=self.device,
-                start_sum=self._groups.start_sum,
-                check=self._check,
-                must_stop=partial(self._yielding.must_stop, step.number),
-                patience=self._data_patience,
-                leaf_rng=self._leaf_rng,
-                step=step.number,
-            )
-        if loss is None:
-            self._yielding.say_cut_short(step.number)
-            return
-        progress = self.state.progress
-        if progress.best_metric is None or loss < progress.best_metric:
-            progress.best_metric, progress.best_step = loss, step.number
-        if self._courier is not None:
-            best, best_step = progress.best_metric, progress.best_step or step.number
-            self._courier.report_eval(EvalReport(step=step.number, loss=loss, best=best, best_step=best_step))
+        self._held_out.take_if_due(step.number, self.state, self.loss)
 
     def should_yield(self) -> bool:
         """Whether an evaluation of the loop's own is to end at once, its result left out, as an Order ends the Attempt.
@@ -305,9 +237,8 @@ class Session:
 
     def drain(self) -> None:
         """Read the vector that is still under way, if one is: Progress then stands at the last finished step."""
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            self._absorb(in_flight)
+        if self._step_sums is not None:
+            self._step_sums.settle()
 
     def release(self) -> None:
         """Let go of the model and all else that holds memory or a group; the Session is of no use after."""
@@ -315,7 +246,7 @@ class Session:
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()
-        self._state = self._in_flight = None
+        self._state = self._step_sums = None
         self._yielding.close()
         if stream is not None:
             stream.close()
@@ -330,8 +261,13 @@ class Session:
         assert self._saver is not None  # made together with the state, before any step
         return self._saver
 
+    @property
+    def _sums(self) -> StepSums:
+        assert self._step_sums is not None  # made together with the state, before any step
+        return self._step_sums
+
     def _begin(self, state: TrainingState, proof: Proof) -> LeafStream:
-        """Put stream and Orders where the state stands; the stream."""
+        """Put stream, Orders and sums where the state stands; the stream."""
         settings, step = self._settings, state.progress.step
         progress = state.progress
         progress.skipped = skip_ahead(progress.skipped, progress.position, self._spec.skipped)
@@ -347,7 +283,6 @@ class Session:
         begin(progress, stream.order, self._spec.skipped, self._spec.world.attempt.number)
         stream.seek(step + 1, progress.position)
         self._stream = stream
-        self._clock.attach(state.model)
         self._orders = OrderDesk(
             base_step=step,
             total_steps=settings.total_steps,
@@ -365,30 +300,15 @@ class Session:
             share=ShareMeter(self.device, None if self._courier is None else self._courier.report_share),
             proof=proof,
         )
+        self._step_sums = StepSums(
+            state,
+            settings=settings,
+            spec=self._spec,
+            parts=self._parts,
+            desk=self._orders,
+            saving=self._saver,
+            courier=self._courier,
+            start_sum=self._groups.start_sum,
+        )
         self._finished_step = self._base_step = step
         return stream
-
-    def _absorb(self, in_flight: _InFlight) -> None:
-        """Take in the totals of one step: Progress on every rank, the report on rank 0."""
-        totals = self._layout.read(in_flight.reading.words())
-        if totals.mean_step != in_flight.step:
-            raise RanksDisagree(self.rank, in_flight.step, totals.mean_step)
-        loss, grad_norm = totals.loss, totals.grad_norm
-        # Before anything else learns of the step: all ranks end here together, and nothing of it was staged for a save.
-        self._step_check.require_sound(
-            in_flight.step,
-            loss=loss,
-            grad_norm=grad_norm,
-            before=self.state.progress,
-            is_overflow=in_flight.scaling.is_overflow,
-        )
-        self._saving.learn(in_flight.step, totals)
-        self.statistics.add(loss=loss, grad_norm=grad_norm)
-        progress = self.state.progress
-        data, num_rows = self._settings.data, self._parts.dataset.num_rows
-        advance(progress, in_flight.step, totals.leaf_digests, data, num_rows, self._spec.world)
-        if self._courier is not None:
-            memory = self._saving.memory
-            self._courier.report(
-                report_of(progress, totals, in_flight.finished_at_s, memory, in_flight.trace, in_flight.scaling)
-            )

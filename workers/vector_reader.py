@@ -1,7 +1,7 @@
 """Brings step vectors to the device and their sums back, so that the host waits for no kernel queued after a sum.
 
 On a CUDA device a sum travels to pinned memory on a stream of its own: reading it waits for its arrival alone. On the
-CPU it is read where it lies. When to read, and what the words mean, is the Session's business.
+CPU it is read where it lies. When to read, and what the words mean, is `step_sums`' business.
 """
 
 from __future__ import annotations
