@@ -1,7 +1,7 @@
 """The controller: gathers workers, runs one Attempt after another, and carries Decisions out until the Run ends.
 
 It decides nothing itself: failure_policy, scaling_policy and heartbeats judge, and states.LEGAL_MOVES says where it may
-go. What it does to workers goes through the worker group; what it learns becomes events through the recorder.
+go. How an Attempt is opened and how its World is watched are attempt_opening's and attempt_run's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from orchestrator.aftermath import Aftermath
-from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Finished, Left
+from orchestrator.attempt_opening import AttemptOpening
+from orchestrator.attempt_run import AttemptEnd, AttemptRun, Finished
 from orchestrator.block_list import BlockList
 from orchestrator.cluster_news import ClusterNews
 from orchestrator.config import RunConfig
@@ -21,7 +22,6 @@ from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Stop
 from orchestrator.exit_codes import ExitCode
 from orchestrator.failure_history import FailureHistory, totals_from
-from orchestrator.failure_policy import FaultKind
 from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
 from orchestrator.keepers import KeeperCrew
@@ -32,21 +32,18 @@ from orchestrator.node_watcher import NodeWatcher
 from orchestrator.plan_chooser import PlanChooser
 from orchestrator.recorder import Recorder
 from orchestrator.replica_doubt import ReplicaDoubt
-from orchestrator.report_text import count
 from orchestrator.request_work import Desk, RequestWork
 from orchestrator.resume import Resume
 from orchestrator.save_pace import SavePace
-from orchestrator.scaling_policy import WorkerView, nodes_that_stay
+from orchestrator.scaling_policy import WorkerView
 from orchestrator.sizing import SCALE, Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
 from orchestrator.states import State, checked_move
 from orchestrator.store_waits import StoreWaits
 from orchestrator.unsaved_work import holds_more, is_in_memory_alone
 from orchestrator.worker_group import WorkerGroup
-from storage.errors import StorageError, StoreUnavailable
 from storage.keys import Attempt
-from storage.sources import RestorePlan
-from workers.contract import AttemptSpec, Member, OrderKind, World
+from workers.contract import Member, OrderKind, World
 
 __all__ = ["Controller", "RunEnd"]
 
@@ -89,15 +86,12 @@ class Controller:
         durable_step: int | None,
         trained_until_s: float | None,
     ) -> None:
-        self._run_id = run_id
         self._config = config
         self._nonce = nonce
         self._group = group
-        self._watcher = watcher
         self._coordinator = coordinator
         self._journal = journal
         self._recorder = recorder
-        self._rendezvous = rendezvous
         self._stop_requested = stop_requested
         self._lease_lost = lease_lost
         self._next_number = first_attempt_number
@@ -159,6 +153,24 @@ class Controller:
             resume=resume,
             durable_step=durable_step,
         )
+        self._opening = AttemptOpening(
+            run_id=run_id,
+            config=config,
+            group=group,
+            view=watcher.view,
+            gathering=self._gathering,
+            coordinator=coordinator,
+            recorder=recorder,
+            sizing=self._sizing,
+            aftermath=self._aftermath,
+            store=self._store,
+            history=self._history,
+            cluster_news=self._cluster_news,
+            memory=self._memory,
+            chooser=self._chooser,
+            rendezvous=rendezvous,
+            move=self._move,
+        )
         sizing, aftermath = self._sizing, self._aftermath
         self._requests = RequestWork(
             desk=desk,
@@ -214,7 +226,7 @@ class Controller:
     # -- one attempt ------------------------------------------------------------------------------------------------
 
     def _attempt(self, members: tuple[WorkerView, ...], cause: str, before: AttemptEnd | None) -> AttemptEnd | Stop:
-        """Form a World of ``members``, restore, train; returns how it ended."""
+        """A World of ``members`` restores and trains; returns how it ended."""
         attempt = Attempt(number=self._next_number, nonce=self._nonce)
         self._next_number += 1
         world = World(
@@ -224,21 +236,9 @@ class Controller:
             ),
         )
         self._num_nodes = len({member.node_id for member in world.members})
-        plan = self._arrange_memory(world) or self._choose_plan(world, before)
-        if isinstance(plan, Stop):
-            return plan
-        self._move(State.FORMING)
-        self._history.note_source(is_memory=plan is not None and plan.memory is not None)
-        restored_step = self._announce(world, cause, plan, before)
-        if isinstance(restored_step, Stop):
-            return restored_step
-        is_from_memory = plan is not None and plan.memory is not None
-        durable_step = self._chooser.durable_step if is_from_memory else None
-        self._store.begin_attempt(restored_step, durable_step)
-        self._coordinator.begin_attempt(attempt, world.size, restored_step, durable_step)
-        self._cluster_news.begin((member.node_id for member in world.members), self._state_bytes(world))
-        if is_from_memory and cause == FaultKind.PREEMPTION.value:
-            self._coordinator.submit_snapshot("after a preemption notice: what was in memory alone is to be durable")
+        specs = self._opening.open(world, cause, before)
+        if isinstance(specs, Stop):
+            return specs
         self._slow_nodes.begin(world)
         self._save_pace.begin(world.size)
         run = AttemptRun(
@@ -254,7 +254,7 @@ class Controller:
             move=self._move,
             doubt=self._doubt.of,
         )
-        return run.run(self._specs(world, plan))
+        return run.run(specs)
 
     def _leaving_of(self, world: World) -> Leaving:
         return Leaving(
@@ -287,94 +287,6 @@ class Controller:
         if len(staying) < self._sizing.world.min_workers or self._aftermath.is_next_preemption_last:
             return OrderKind.LEAVE
         return self._memory.leave_kind(world.members, draining)
-
-    def _arrange_memory(self, world: World) -> Stop | None:
-        homes = {member.node_id for member in world.members}
-        # A node without a member is found dead by nobody, and takes no replicas: its agent's lifeline tells at once.
-        is_cut = self._group.lifelines.is_agent_cut
-        living = {node for node in self._gathering.living() if node in homes or not is_cut(node)}
-        return self._memory.arrange(
-            world.members,
-            nodes={node_id: node for node_id, node in self._watcher.view().nodes.items() if node_id in living},
-            leaving=self._leaving(world),
-            state_bytes=self._state_bytes(world),
-        )
-
-    def _state_bytes(self, world: World) -> int | None:
-        facts = [self._group.worker(member.worker_id).facts for member in world.members]
-        return max((one.state_bytes for one in facts if one is not None and one.state_bytes is not None), default=None)
-
-    def _leaving(self, world: World) -> frozenset[str]:
-        """Nodes that take no replicas: those with a notice, and, where others are there, those to be given back."""
-        draining, listed = self._gathering.draining(), self._watcher.view().nodes.keys()
-        members = [member.worker_id for member in world.members]
-        staying = nodes_that_stay(self._group.views(draining), members, self._sizing.num_workers)
-        return draining | (listed - staying) if len(staying) > 1 else draining
-
-    def _choose_plan(self, world: World, before: AttemptEnd | None) -> RestorePlan | Stop | None:
-        try:
-            return self._chooser.choose(world.attempt, before, [member.node_id for member in world.members])
-        except StoreUnavailable as error:
-            return Stop(exit_code=ExitCode.STORAGE_OUTAGE, reason=f"resume: {error}")
-        except StorageError as error:
-            return Stop(exit_code=ExitCode.CONFIG_ERROR, reason=f"resume: {error}")
-
-    def _announce(self, world: World, cause: str, plan: RestorePlan | None, before: AttemptEnd | None) -> int | Stop:
-        """Journal the Attempt and its plan before any rank loads; returns the step it resumes from."""
-        restored_step = plan.step if plan is not None else 0
-        lost_steps = self._recorder.lost_steps(restored_step)
-        detected_s = self._recorder.since_start_s(before.detected_at_s) if isinstance(before, Broken | Left) else None
-        # Before any rank loads: a number that is not in the Journal could be another driver's too.
-        stop = self._aftermath.write_journal(
-            "attempt",
-            number=world.attempt.number,
-            nonce=world.attempt.nonce,
-            cause=cause,
-            world=[[member.worker_id, member.node_id] for member in world.members],
-            restored_step=restored_step,
-            restored_from=plan.source.stem if plan is not None else None,
-            restored_tier=plan.tier if plan is not None else None,
-            restored_levels=plan.levels if plan is not None else None,
-            lost_steps=lost_steps,
-        )
-        if stop is not None:
-            return stop
-        self._recorder.attempt_started(
-            world.attempt,
-            world.size,
-            cause=cause,
-            restored_step=restored_step,
-            restored_from=plan.tier if plan is not None else "none",
-            restored_levels=plan.levels if plan is not None else None,
-            fault_s=None,
-            detected_s=detected_s,
-            lost_steps=lost_steps,
-            durable_step=self._chooser.durable_step,
-            members=[member.worker_id for member in world.members],
-            wanted_workers=self._sizing.world.max_workers,
-        )
-        workers = count(world.size, "worker")
-        _log.info("attempt %d: %s, from step %d (%s)", world.attempt.number, workers, restored_step, cause)
-        self._recorder.forget_beyond(restored_step)
-        return restored_step
-
-    def _specs(self, world: World, plan: RestorePlan | None) -> dict[str, AttemptSpec]:
-        host, port = self._rendezvous()
-        return {
-            member.worker_id: AttemptSpec(
-                run_id=self._run_id,
-                world=world,
-                rank=member.rank,
-                store_host=host,
-                store_port=port,
-                group_timeout_s=self._config.failure.group_timeout_s,
-                restore=plan,
-                data_override=self._config.data.allow_changed,
-                skipped=self._aftermath.skipped,
-                memory=self._memory.spec(member.node_id),
-            )
-            for member in world.members
-        }
 
     def _end(self, stop: Stop, end: AttemptEnd | None, *, is_unsaved: bool) -> RunEnd:
         self._store.take_signals()
