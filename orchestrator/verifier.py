@@ -20,7 +20,7 @@ from storage.manifest import AttemptRecord, Commit
 from storage.object_store import ObjectStore
 from storage.restore import plan_of
 from storage.verified import Means, VerifiedRecord, verified_keys, write_verified
-from storage.verify import verify_commit
+from storage.verify import SHARDS_AT_ONCE, verify_commit
 from workers.load_finding import LoadPort
 
 __all__ = ["Verdict", "Verifier"]
@@ -48,7 +48,8 @@ class Verdict:
 
 
 class Verifier:
-    """``open_load``: makes what loads a Checkpoint, at the first that is to be; raises where that cannot be done."""
+    """``open_load``: makes what loads a Checkpoint, at the first that is to be; raises where that cannot be done.
+    ``at_once``: how many Shards may be read side by side, asked before each."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Verifier:
         now_utc: Callable[[], str],
         free_bytes: Callable[[], int] = available_bytes,
         monotonic: Callable[[], float] = time.monotonic,
+        at_once: Callable[[], int] = lambda: SHARDS_AT_ONCE,
     ) -> None:
         """``open_load`` a text: nothing is loaded, for that reason."""
         self._store = store
@@ -66,6 +68,7 @@ class Verifier:
         self._open_load = open_load
         self._load: LoadPort | None = None
         self._now_utc, self._free_bytes, self._monotonic = now_utc, free_bytes, monotonic
+        self._at_once = at_once
 
     def unverified(self) -> dict[StepKey, int]:
         """Usable Checkpoints without a record, newest first, and their stored bytes. Raises StoreUnavailable."""
@@ -92,7 +95,7 @@ class Verifier:
         return next((commit for commit in self._log.commits() if commit.step_key == key), None)
 
     def _verdict(self, commit: Commit) -> Verdict:
-        report = verify_commit(self._store, self._log, commit)
+        report = verify_commit(self._store, self._log, commit, at_once=self._at_once)
         found = Verdict(key=commit.step_key, committed_utc=commit.time_utc, by="digests", bytes_read=report.bytes_read)
         if report.problems:
             first = report.problems[0]

@@ -15,7 +15,8 @@ import ray
 from orchestrator.coordinator_actor import utc_now
 from orchestrator.placement import on_node
 from orchestrator.verifier import Verdict, Verifier
-from orchestrator.verifier_watch import VerifierLost
+from orchestrator.verifier_policy import shards_at_once
+from orchestrator.verifier_watch import VerifierLost, load_per_core
 from storage.errors import StorageError
 from storage.keys import StepKey
 from storage.open_store import open_store
@@ -46,7 +47,13 @@ class _VerifierShell:
         logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s verifier %(name)s: %(message)s")
         store = open_store(root_url, settings.checkpoint.store)
         open_load: Callable[[], LoadPort] | str = no_load or (lambda: _load_checker(settings))
-        self._verifier = Verifier(store, settings.run_id, open_load=open_load, now_utc=utc_now)
+        self._verifier = Verifier(
+            store,
+            settings.run_id,
+            open_load=open_load,
+            now_utc=utc_now,
+            at_once=lambda: shards_at_once(settings.checkpoint, load_per_core=load_per_core()),
+        )
 
     def unverified(self) -> dict[StepKey, int]:
         return self._verifier.unverified()

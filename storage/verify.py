@@ -2,13 +2,17 @@
 
 Two paths say what a Shard should be: the record in the Manifest, which came with its Receipt, and the Shard's own
 footer. Where they disagree it is said which of the two the stored bytes agree with. Nothing is changed or quarantined
-here. Needs neither torch nor ray, so it runs wherever the store can be reached.
+here. Needs neither torch nor ray, so it runs wherever the store can be reached. Shards are read side by side, in
+windows of bounded size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Final
 
 import xxhash
 
@@ -21,10 +25,14 @@ from storage.manifest import ChunkIndex, Commit, Frame, Manifest, ShardIndex, Sh
 from storage.object_store import ObjectStore
 from storage.shard_format import TRAILER
 
-__all__ = ["Problem", "VerifyReport", "verify_commit"]
+__all__ = ["SHARDS_AT_ONCE", "Problem", "VerifyReport", "verify_commit"]
 
-_WINDOW_BYTES = 32 << 20
+SHARDS_AT_ONCE: Final = 8
+"""Shards read side by side: one stream of an object store is slow, and a large Checkpoint has hundreds of them."""
+_WINDOW_BYTES = 16 << 20
+_MOST_BYTES: Final = SHARDS_AT_ONCE * _WINDOW_BYTES  # of reads under way, over all Shards
 _LARGEST_FOOTER = 256 << 20
+_LOOK_S: Final = 5.0
 
 _ChunkIdentity = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
@@ -56,10 +64,18 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_commit(store: ObjectStore, log: CommitLog, commit: Commit, deep: bool = True) -> VerifyReport:
+def verify_commit(
+    store: ObjectStore,
+    log: CommitLog,
+    commit: Commit,
+    deep: bool = True,
+    *,
+    at_once: Callable[[], int] = lambda: SHARDS_AT_ONCE,
+) -> VerifyReport:
     """Manifest, presence, sizes and indexes; with ``deep`` also every digest, every frame decoded.
 
-    Store errors other than a missing object propagate: they say nothing of the Checkpoint.
+    ``at_once`` is asked before each Shard how many may be read side by side from now on; more than SHARDS_AT_ONCE never
+    are. Store errors other than a missing object propagate: they say nothing of the Checkpoint.
     """
     try:
         manifest = log.read_manifest(commit)
@@ -68,31 +84,77 @@ def verify_commit(store: ObjectStore, log: CommitLog, commit: Commit, deep: bool
         return VerifyReport(step_key=commit.step_key, is_deep=deep, num_shards=0, bytes_read=0, problems=(problem,))
     sizes = {entry.key: entry.size for entry in store.list(shard_prefix(commit.step_key))}
     placed = _placed_by_rank(manifest)
-    problems: list[Problem] = []
-    bytes_read = 0
-    for record in manifest.shards:
-        check = _ShardCheck(store, commit.step, record)
-        check.run(placed.get(record.rank, ()), sizes, deep)
-        problems += check.problems
-        bytes_read += check.bytes_read
+    stopped = threading.Event()
+    checks = [_ShardCheck(store, commit.step, record, stopped) for record in manifest.shards]
+
+    def run(check: _ShardCheck) -> None:
+        check.run(placed.get(check.rank, ()), sizes, deep)
+
+    _side_by_side(run, checks, stopped, at_once)
     return VerifyReport(
         step_key=commit.step_key,
         is_deep=deep,
-        num_shards=len(manifest.shards),
-        bytes_read=bytes_read,
-        problems=tuple(problems),
+        num_shards=len(checks),
+        bytes_read=sum(check.bytes_read for check in checks),
+        problems=tuple(problem for check in checks for problem in check.problems),
     )
+
+
+def _side_by_side(
+    run: Callable[[_ShardCheck], None],
+    checks: Sequence[_ShardCheck],
+    stopped: threading.Event,
+    at_once: Callable[[], int],
+) -> None:
+    """Run every check. Raises the first error of the store, when no check reads any more."""
+    running: dict[Future[None], int] = {}
+
+    def is_full(more: int) -> bool:
+        is_too_much = sum(running.values()) + more > _MOST_BYTES
+        return bool(running) and (is_too_much or len(running) >= min(at_once(), SHARDS_AT_ONCE))
+
+    with ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="verify") as pool:
+        try:
+            for check in checks:
+                while is_full(check.window_bytes):
+                    _take_ended(running)
+                running[pool.submit(run, check)] = check.window_bytes
+            while running:
+                _take_ended(running)
+        finally:
+            stopped.set()  # after an error: what runs ends before its next read
+
+
+def _take_ended(running: dict[Future[None], int]) -> None:
+    """Each read has a deadline of the store's, so one of them ends; until then others may be allowed to begin."""
+    for ended in wait(running, timeout=_LOOK_S, return_when=FIRST_COMPLETED).done:
+        del running[ended]
+        ended.result()
+
+
+class _Stopped(Exception):
+    """Another Shard met an error of the store, so there is no verdict to come."""
 
 
 class _ShardCheck:
     """Checks one Shard object, reading it once from front to back in bounded windows."""
 
-    def __init__(self, store: ObjectStore, step: int, record: ShardRecord) -> None:
+    def __init__(self, store: ObjectStore, step: int, record: ShardRecord, stopped: threading.Event) -> None:
         self._store = store
         self._step = step
         self._record = record
+        self._stopped = stopped
         self.problems: list[Problem] = []
         self.bytes_read = 0
+
+    @property
+    def rank(self) -> int:
+        return self._record.rank
+
+    @property
+    def window_bytes(self) -> int:
+        """The most that one read of it asks for; but for a frame that is larger than a window."""
+        return min(self._record.size, max(_WINDOW_BYTES, self._record.index_bytes + TRAILER.size))
 
     def run(self, placed: Iterable[_ChunkIdentity], sizes: Mapping[str, int], deep: bool) -> None:
         record = self._record
@@ -133,6 +195,8 @@ class _ShardCheck:
         self.problems.append(Problem(key=self._record.key, reason=reason, rank=self._record.rank))
 
     def _fetch(self, offset: int, length: int) -> bytes:
+        if self._stopped.is_set():
+            raise _Stopped
         self.bytes_read += length
         return self._store.get_range(self._record.key, offset, length)
 

@@ -43,7 +43,8 @@ class DelayProxy:
         self._pattern = re.compile(pattern)
         self._num_refusals = 0
         self._refusal_status = 503
-        self._held = threading.Event()
+        self._num_waiting = self._most_waiting = 0
+        self._waits = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._open = asyncio.Event()
         self._open.set()
@@ -62,13 +63,18 @@ class DelayProxy:
 
     def hold(self) -> None:
         """From now on matching requests wait until `release`."""
-        self._held.clear()
+        with self._waits:
+            self._most_waiting = self._num_waiting
         self._call(self._set_open(False)).result(10.0)
 
-    def wait_held(self, timeout_s: float) -> None:
-        """Return as soon as one matching request waits, held or delayed."""
-        if not self._held.wait(timeout_s):
-            raise TimeoutError(f"no request matching {self._pattern.pattern!r} arrived within {timeout_s} s")
+    def wait_held(self, timeout_s: float, number: int = 1) -> None:
+        """Return as soon as ``number`` matching requests wait at once, held or delayed."""
+        with self._waits:
+            if not self._waits.wait_for(lambda: self._most_waiting >= number, timeout_s):
+                raise TimeoutError(
+                    f"{self._most_waiting} of {number} requests matching {self._pattern.pattern!r} waited "
+                    f"within {timeout_s} s"
+                )
 
     def release(self) -> None:
         self._call(self._set_open(True)).result(10.0)
@@ -149,10 +155,20 @@ class DelayProxy:
             await backend.drain()
 
     async def _wait(self) -> None:
-        if self.delay_s or not self._open.is_set():
-            self._held.set()
-        await self._open.wait()
-        await asyncio.sleep(self.delay_s)
+        if not self.delay_s and self._open.is_set():
+            return
+        self._count_waiting(1)
+        try:
+            await self._open.wait()
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self._count_waiting(-1)
+
+    def _count_waiting(self, more: int) -> None:
+        with self._waits:
+            self._num_waiting += more
+            self._most_waiting = max(self._most_waiting, self._num_waiting)
+            self._waits.notify_all()
 
     def _matches(self, head: bytes) -> bool:
         method, target = head.split(b" ", 2)[:2]

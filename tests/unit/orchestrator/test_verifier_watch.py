@@ -12,11 +12,12 @@ import pytest
 
 from orchestrator.signals import Committed, Quarantined
 from orchestrator.verifier import Verdict
-from orchestrator.verifier_policy import may_begin, verify_limit_s
+from orchestrator.verifier_policy import may_begin, shards_at_once, verify_limit_s
 from orchestrator.verifier_watch import VerifierLost, VerifierWatch, load_per_core
 from storage.config import CheckpointConfig
 from storage.errors import StoreUnavailable
 from storage.keys import Attempt, StepKey
+from storage.verify import SHARDS_AT_ONCE
 from tests.fakes.verifier_ports import ScriptedVerifier
 
 ATTEMPT = Attempt(number=2, nonce="0000aaaa")
@@ -90,6 +91,12 @@ def test_it_begins_where_the_machine_is_idle_or_a_checkpoint_of_age(
     load: float, ages: list[float], begins: bool
 ) -> None:
     assert may_begin(CONFIG, load_per_core=load, ages_s=ages) is begins
+
+
+def test_a_busy_machine_has_one_shard_read_after_another() -> None:
+    limit = CONFIG.verify_load_per_core
+    assert shards_at_once(CONFIG, load_per_core=limit / 2) == SHARDS_AT_ONCE > 1
+    assert shards_at_once(CONFIG, load_per_core=limit) == 1
 
 
 def test_the_limit_grows_with_the_checkpoint() -> None:

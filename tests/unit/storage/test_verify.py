@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ from storage.keys import shard_key
 from storage.levels import level_of
 from storage.manifest import Commit
 from storage.memory_store import MemoryStore
-from storage.verify import VerifyReport, verify_commit
+from storage.verify import SHARDS_AT_ONCE, VerifyReport, verify_commit
 from tests.fakes.checkpoints import RUN, SaveParts, commit_parts, prepare, save, write_shards
 
 RECORD_HALF = (
@@ -56,7 +58,7 @@ def test_small_windows_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verify(store, commit).is_good
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(position=st.integers(0, 10**9), rank=st.integers(0, 1))
 def test_a_flipped_bit_anywhere_is_found_and_its_object_named(position: int, rank: int) -> None:
     store = MemoryStore()
@@ -181,6 +183,92 @@ def test_an_unreachable_store_is_no_verdict() -> None:
     commit = save(store, 10)
     with pytest.raises(StoreUnavailable):
         verify(store, commit)
+
+
+class WatchedStore(MemoryStore):
+    """Counts reads that are under way at once, and their bytes. ``at_first``: so many wait for each other."""
+
+    def __init__(self, at_first: int = 1) -> None:
+        super().__init__()
+        self._together = threading.Barrier(at_first)
+        self._lock = threading.Lock()
+        self._lengths: list[int] = []
+        self.most_reads = self.most_bytes = self.num_reads = 0
+
+    def get_range(self, key: str, offset: int, length: int, *, deadline_s: float = 60.0) -> bytes:
+        with self._lock:
+            self.num_reads += 1
+            is_first = self.num_reads <= self._together.parties
+            self._lengths.append(length)
+            self.most_reads = max(self.most_reads, len(self._lengths))
+            self.most_bytes = max(self.most_bytes, sum(self._lengths))
+        try:
+            if is_first:
+                self._together.wait(30.0)
+            return super().get_range(key, offset, length, deadline_s=deadline_s)
+        finally:
+            with self._lock:
+                self._lengths.remove(length)
+
+
+def test_shards_are_read_side_by_side_but_never_more_than_allowed() -> None:
+    store = WatchedStore(at_first=SHARDS_AT_ONCE)
+    commit = save(store, 10, world_size=3 * SHARDS_AT_ONCE)
+    assert verify(store, commit).num_shards == 3 * SHARDS_AT_ONCE
+    assert store.most_reads == SHARDS_AT_ONCE
+
+    alone = WatchedStore()
+    commit = save(alone, 10, world_size=6)
+    report = verify_commit(alone, CommitLog(alone, RUN), commit, at_once=lambda: 1)
+    assert report.is_good
+    assert alone.most_reads == 1
+
+
+def test_how_many_at_once_is_asked_again_as_it_goes() -> None:
+    store = WatchedStore(at_first=2)
+    commit = save(store, 10, world_size=12)
+    answers = iter([1, 1, 2])
+    report = verify_commit(store, CommitLog(store, RUN), commit, at_once=lambda: next(answers, 2))
+    assert report.is_good
+    assert store.most_reads == 2
+
+
+def test_the_bytes_of_all_reads_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = WatchedStore(at_first=2)
+    commit = save(store, 10, world_size=12)
+    largest = max(shard.size for shard in CommitLog(store, RUN).read_manifest(commit).shards)
+    monkeypatch.setattr(storage.verify, "_MOST_BYTES", 2 * largest)
+    assert verify(store, commit).is_good
+    assert 1 < store.most_reads <= 3, "small ones may be three"
+    assert store.most_bytes <= 2 * largest
+
+
+def test_an_error_of_the_store_ends_the_other_reads_and_is_the_one_that_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Breaking(WatchedStore):
+        def get_range(self, key: str, offset: int, length: int, *, deadline_s: float = 60.0) -> bytes:
+            content = super().get_range(key, offset, length, deadline_s=deadline_s)
+            if key == self.bad:
+                raise StoreUnavailable("get_range", key, "away")
+            assert ended.wait(30.0), "nobody said that it is over"
+            return content
+
+        bad = ""
+
+    class Ended(threading.Event):
+        def set(self) -> None:
+            super().set()
+            ended.set()
+
+    ended = threading.Event()
+    store = Breaking(at_first=SHARDS_AT_ONCE)
+    commit = save(store, 10, world_size=3 * SHARDS_AT_ONCE)
+    store.bad = shard_key(commit.step_key, 2)
+    monkeypatch.setattr(storage.verify, "threading", SimpleNamespace(Event=Ended))
+    with pytest.raises(StoreUnavailable, match="away"):
+        verify(store, commit)
+    assert store.num_reads == SHARDS_AT_ONCE, "no read began after it"
 
 
 def test_the_record_half_loads_neither_torch_nor_ray() -> None:
