@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -167,7 +167,7 @@ class Deeds:
         self._record(action, action.verb, at_s, node_id=node.node_id, pid=node.raylet_pid, detail=detail)
 
     def _slow(self, action: ChaosAction) -> None:
-        number = self._choose_node(action)
+        number, _ = self._choose_worker(action)
         node_id, at_s = self._cluster.nodes[number].node_id, time.time()
         slowed = SlowedNode(lambda: self._workers_by_node().get(number, []), self._stopped)
         detail = f"node {number}: its workers get half of the time"
@@ -197,12 +197,26 @@ class Deeds:
                 by_node[number] = alive
         return by_node
 
-    def _hit_worker(self, action: ChaosAction) -> None:
+    def _choose_worker(self, action: ChaosAction) -> tuple[int, list[int]]:
+        """A node and its workers."""
         by_node = self._workers_by_node(self._members)
         if not by_node or action.target not in (None, *by_node):
             by_node = self._workers_by_node()  # spares: nothing is interrupted, but they may be meant
+        self._require("worker", action, by_node)
         number = self._schedule.choose(action, sorted(by_node))
-        pid, node = by_node[number][0], self._cluster.nodes[number]
+        return number, by_node[number]
+
+    def _require(self, what: str, action: ChaosAction, having: Collection[int]) -> None:
+        """SupervisorError where no node has a ``what``, or not the living one that is named: nothing would happen."""
+        if action.target is None and not having:
+            raise SupervisorError(f"no node has a {what} just now")
+        if action.target in self._cluster.nodes and action.target not in having:
+            there = ", ".join(map(str, sorted(having))) or "none"
+            raise SupervisorError(f"node {action.target} lives, but has no {what} just now; nodes with one: {there}")
+
+    def _hit_worker(self, action: ChaosAction) -> None:
+        number, pids = self._choose_worker(action)
+        pid, node = pids[0], self._cluster.nodes[number]
         what, at_s = f"worker of node {number}", time.time()
         detail = f"a {what}"
         match action.verb:
@@ -222,7 +236,9 @@ class Deeds:
 
     def _kill_keeper(self, action: ChaosAction) -> None:
         keepers = {n: pids_titled(node.raylet_pid, KEEPER_TITLE) for n, node in self._cluster.nodes.items()}
-        number = self._schedule.choose(action, sorted(n for n, pids in keepers.items() if pids))
+        having = sorted(n for n, pids in keepers.items() if pids)
+        self._require("Keeper", action, having)
+        number = self._schedule.choose(action, having)
         pid, at_s = keepers[number][0], time.time()
         signal_pid(pid, signal.SIGKILL, what=f"the Keeper of node {number}")
         node_id = self._cluster.nodes[number].node_id

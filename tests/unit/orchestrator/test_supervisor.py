@@ -303,7 +303,6 @@ def test_a_worker_is_told_to_raise_through_its_door_and_one_without_is_said_loud
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     stage = Stage(tmp_path, "raise-in-worker:1@2,raise-in-worker:1@3", [(range(1, 6), 0)], nodes=1, raylet=os.getpid())
-    stage.on_step = lambda _step: stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid)
     pipe = chaos_directory(stage.cluster.nodes[1]) / str(sleeper.pid)
     pipe.parent.mkdir()
     os.mkfifo(pipe)
@@ -346,17 +345,34 @@ def test_a_driver_that_ends_with_a_verdict_of_its_own_is_not_started_again(tmp_p
     assert len(stage.started) == 1
 
 
-def test_what_lasts_is_ended_when_its_time_is_over_and_otherwise_with_the_run(tmp_path: Path) -> None:
+def test_what_lasts_ends_in_time_or_with_the_run(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     stage = Stage(tmp_path, "slow-node:1@2:0.001s,slow-node:1@3", [(range(1, 9), 0)], nodes=1, raylet=os.getpid())
+    stage.on_step = lambda _step: stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid)
     assert stage.supervisor.run() == 0
     assert sorted(verb for verb, *_ in stage.chaos()) == ["slow-node", "slow-node", "slow-node-over"]
     assert not [thread for thread in threading.enumerate() if thread.name == "slowed-node"]
 
 
+@pytest.mark.parametrize("verb", ["slow-node", "stop-worker", "kill-keeper"])
+def test_a_fault_of_a_node_that_has_nothing_to_hit_is_refused_with_the_reason(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], verb: str
+) -> None:
+    stage = Stage(tmp_path, f"{verb}:2@2", [(range(1, 4), 0)], nodes=2, raylet=os.getpid())
+    stage.on_step = lambda _: stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid)
+    assert (stage.supervisor.run(), stage.chaos()) == (0, [])
+    none = "Keeper just now; nodes with one: none" if verb == "kill-keeper" else "worker just now; nodes with one: 1"
+    assert stage.view.lines == [f"chaos: {verb}:2@2 did NOT happen: node 2 lives, but has no {none}"]
+
+
+def test_a_slow_node_is_refused_while_no_node_has_a_worker(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "slow-node@2", [(range(1, 4), 0)])
+    assert (stage.supervisor.run(), stage.chaos()) == (0, [])
+    assert stage.view.lines == ["chaos: slow-node@2 did NOT happen: no node has a worker just now"]
+
+
 def test_a_store_that_is_not_reached_through_the_supervisor_is_not_said_to_be_away(tmp_path: Path) -> None:
     stage = Stage(tmp_path, "store-outage@2:5s", [(range(1, 5), 0)])
-    assert stage.supervisor.run() == 0
-    assert stage.chaos() == []
+    assert (stage.supervisor.run(), stage.chaos()) == (0, [])
     assert any("store-outage@2:5s did NOT happen" in line for line in stage.view.lines)
 
 
