@@ -52,11 +52,12 @@ class OrderPlan:
             self.is_ending = self.is_ending or order.kind.ends_attempt
 
     def due(self, step: int) -> BoundOrder | None:
-        """What must be done at the end of ``step``; given out once. The last step always saves and never leaves."""
+        """What must be done at the end of ``step``; given out once. The last step always saves, and is not left."""
         order = self._by_step.pop(step, None)
         if step != self._total_steps:
             return order
-        return BoundOrder(number=CADENCE if order is None else order.number, kind=OrderKind.SNAPSHOT, step=step)
+        number, kind = (CADENCE, OrderKind.SNAPSHOT) if order is None else (order.number, _at_last_step(order.kind))
+        return BoundOrder(number=number, kind=kind, step=step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,7 @@ class OrderBinder:
         if order is not None and is_due and order.kind is not OrderKind.NONE:
             self._last_number = order.number
             self._is_leaving = order.kind.ends_attempt
-            # The last step is always saved and nobody leaves at it: whoever hears of this is to expect a Commit.
-            kind = OrderKind.SNAPSHOT if target == self._total_steps else order.kind
+            kind = _at_last_step(order.kind) if target == self._total_steps else order.kind
             return self._accept(BoundOrder(number=order.number, kind=kind, step=target))
         if target == self._total_steps:
             return self._accept(BoundOrder(number=CADENCE, kind=OrderKind.SNAPSHOT, step=target))
@@ -124,3 +124,9 @@ class OrderBinder:
         self._unsettled.add(order.step)
         self._num_passed_over, self._bound_at_s = 0, self._monotonic()
         return Binding(bound=order)
+
+
+def _at_last_step(kind: OrderKind) -> OrderKind:
+    """The last step is always saved and nobody leaves at it: whoever hears of this is to expect a Commit. A form that
+    was chosen because time is short stays: the exact one may not be committed before its node is gone."""
+    return kind if kind.is_bounded else OrderKind.SNAPSHOT

@@ -63,6 +63,15 @@ def test_an_order_to_end_that_falls_on_the_last_step_is_the_last_save(kind: Orde
     assert binding.bind(19, order(2, kind)).bound is None
 
 
+def test_a_bounded_save_that_falls_on_the_last_step_stays_bounded_on_every_rank() -> None:
+    """It was ordered because nothing larger is committed before the node is gone."""
+    binding, last = binder(total_steps=20), bound(1, OrderKind.LEAVE_BOUNDED, 20)
+    assert binding.bind(18, order(1, OrderKind.LEAVE_BOUNDED)).bound == last
+    plan = OrderPlan(total_steps=20)
+    plan.learn(last)
+    assert plan.due(20) == last
+
+
 def test_the_cadence_falls_on_its_multiples_and_an_order_there_is_the_same_save() -> None:
     binding = binder(every_steps=5)
     assert [binding.bind(step, None).bound for step in (6, 7)] == [None, None]
