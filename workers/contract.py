@@ -297,7 +297,7 @@ class FailureCause:
     """A plain, pickle-safe picture of an exception: no traceback objects, which would keep the model alive.
 
     ``windows``: the samples of a step that may not stand. ``is_restoring``: ``step`` is that of the Checkpoint
-    that was being loaded, not one that was being trained.
+    that was being loaded, not one that was being trained. ``is_forming``: the rank had not even found the others.
     """
 
     kind: CauseKind
@@ -310,6 +310,7 @@ class FailureCause:
     corrupt_key: str | None = None
     windows: tuple[SkippedWindow, ...] = ()
     is_restoring: bool = False
+    is_forming: bool = False
 
     @property
     def where(self) -> str:

@@ -64,6 +64,7 @@ class TrainingThread:
         self._courier = Courier(coordinator, spec.attempt) if spec.rank == 0 else None
         self._is_abandoned = threading.Event()
         self._is_over = threading.Event()
+        self._has_formed = False
         self._outcome: Outcome | None = None
         self._last_step = 0
         self._model: weakref.ref[nn.Module] | None = None
@@ -143,6 +144,7 @@ class TrainingThread:
         """The digest of the final weights, on rank 0 and where the last step was reached."""
         self._pulse.beat(Phase.FORMING)
         self._groups.form(self._check)
+        self._has_formed = True
         if self._courier is not None:
             self._courier.start()
         self._train_loop(session)
@@ -166,7 +168,10 @@ class TrainingThread:
             loaded=None if restore is None else restore.source,
             is_abandoned=self._is_abandoned.is_set(),
         )
-        cause = replace(cause, is_restoring=is_restoring)
+        is_forming = not self._has_formed
+        if is_forming and cause.kind is CauseKind.USER:  # no code of the loop has run yet
+            cause = replace(cause, kind=CauseKind.COLLECTIVE)
+        cause = replace(cause, is_restoring=is_restoring, is_forming=is_forming)
         # What others' trouble looks like from here is not worth a line on the driver's terminal.
         is_echo = cause.kind in (CauseKind.ABANDONED, CauseKind.COLLECTIVE)
         level = logging.INFO if is_echo else logging.ERROR

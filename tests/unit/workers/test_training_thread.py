@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ from storage.errors import CorruptCheckpoint
 from storage.keys import Attempt, StepKey
 from storage.sources import RestorePlan
 from tests.fakes.rank_processes import make_spec
-from workers.contract import Phase
+from workers.contract import CauseKind, Phase
+from workers.groups import Groups
 from workers.heartbeat import Pulse
 from workers.training_thread import TrainingThread
 
@@ -23,7 +25,9 @@ PLAN = RestorePlan(
 )
 
 
-def thread_in(phase: Phase, restore: RestorePlan | None) -> TrainingThread:
+def thread_in(
+    phase: Phase, restore: RestorePlan | None, train_loop: Callable[[Any], None] = lambda _: None
+) -> TrainingThread:
     pulse = Pulse()
     pulse.beat(phase)
     return TrainingThread(
@@ -31,7 +35,7 @@ def thread_in(phase: Phase, restore: RestorePlan | None) -> TrainingThread:
         make_spec(SECOND, 1, 2, 1, restore=restore),
         cast(Any, SimpleNamespace(device=torch.device("cpu"))),
         worker_id="w1",
-        train_loop=lambda _: None,
+        train_loop=train_loop,
         coordinator=cast(Any, None),
         pulse=pulse,
     )
@@ -54,3 +58,23 @@ def test_an_error_of_a_restore_names_the_step_that_is_restored(
     cause = thread_in(phase, restore)._cause(error, finished_step)
     assert cause.where == where
     assert cause.corrupt_step == (None if restore is None else SAVED)
+
+
+def raise_bare(*_: object) -> None:
+    raise ValueError("the name is taken already")
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [(raise_bare, CauseKind.COLLECTIVE), (lambda *_: None, CauseKind.USER)],
+    ids=["while-forming", "in-the-loop"],
+)
+def test_what_is_raised_before_the_groups_are_formed_is_not_the_loops(
+    monkeypatch: pytest.MonkeyPatch, form: Callable[..., None], kind: CauseKind
+) -> None:
+    monkeypatch.setattr(Groups, "form", form)
+    thread = thread_in(Phase.IDLE, PLAN, train_loop=raise_bare)
+    with pytest.raises(ValueError, match="taken") as raised:
+        thread._train(cast(Any, None))
+    cause = thread._cause(raised.value, 0)
+    assert (cause.kind, cause.is_forming) == (kind, kind is CauseKind.COLLECTIVE)
