@@ -31,7 +31,7 @@ class _Seen:
 
 
 class BlockList:
-    """A ledger over (node, time, kind). Blocked once is blocked for the rest of the Run."""
+    """A ledger over (node, time, kind). Blocked is blocked for the rest of the Run, until it is lifted."""
 
     def __init__(self, config: FailureConfig, blocked: Mapping[str, str] | None = None) -> None:
         self._config = config
@@ -63,6 +63,11 @@ class BlockList:
                 self._blocked[node_id] = _reason(recent, self._config)
                 return {node_id: self._blocked[node_id]}
         return {}
+
+    def lift(self, node_id: str) -> None:
+        """Use ``node_id`` again, as if nothing had failed on it."""
+        self._blocked.pop(node_id, None)
+        self._failures.pop(node_id, None)
 
     def as_json(self) -> dict[str, str]:
         """For the Journal."""

@@ -59,6 +59,7 @@ class Gathering:
         self._asked_to_stop = asked_to_stop
         self._lost = LostNodes()
         self._last_world: frozenset[str] = frozenset()  # the nodes of it
+        self._waits_for_fresh = False
 
     def members(
         self,
@@ -67,7 +68,8 @@ class Gathering:
         is_unsaved: bool = False,
         is_save_over: Callable[[float], bool] = lambda _: False,
     ) -> tuple[WorkerView, ...] | Stop:
-        """Ready workers for a World; waits below the minimum, at the first start also a grace for the maximum.
+        """Ready workers for a World; waits below the minimum, at the first start, or where the last World's processes
+        were replaced, also a grace for the maximum.
 
         ``is_unsaved``: what the last World did is in memory alone. A person's stop then waits until another World has
         saved it, where there are workers for one. ``is_save_over``: whether, after so many seconds, nothing more is to
@@ -75,6 +77,7 @@ class Gathering:
         """
         for node_id in self._block_list.blocked:
             self._group.forget_node(node_id)
+        wait_for_more, self._waits_for_fresh = wait_for_more or self._waits_for_fresh, False
         began = time.monotonic()
         said: Wait | None = None
         while True:
@@ -98,7 +101,7 @@ class Gathering:
                 num_blocked = len(self._block_list.blocked.keys() & self.living())
                 wait = wait_reason(len(members), num_starting, world, num_blocked)
                 said = self._say_waiting(wait, said, waited)
-                if self._all_are_going() and is_save_over(waited):
+                if self._all_are_going() and not self._lift_blocks() and is_save_over(waited):
                     text = f"every node that could hold a worker has a preemption notice: {wait.missing}"
                     return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
                 if waited > world.max_wait_s:
@@ -169,6 +172,16 @@ class Gathering:
             if not any(view.is_member and view.node_id == node_id for view in self._group.views(frozenset())):
                 self._group.forget_node(node_id)
 
+    def replace_members(self, reason: str) -> None:
+        """Fresh processes in the place of the last World's, which are alive but of no use."""
+        members = [view.worker_id for view in self._group.views(frozenset()) if view.is_member]
+        _log.warning("%s: fresh processes take the place of workers %s", reason, ", ".join(members))
+        for worker_id in members:
+            self._group.remove_worker(worker_id)
+        self._recorder.emit("workers_replaced", workers=members, reason=reason)
+        self._group.put_off_starts(0.0)  # nobody regroups meanwhile
+        self._waits_for_fresh = True
+
     @property
     def blocked(self) -> dict[str, str]:
         """Nodes that are not used any more, and why."""
@@ -196,12 +209,31 @@ class Gathering:
 
     def _all_are_going(self) -> bool:
         """Whether nodes have a notice, and none without one is left, or has come, on which a worker could be. A node
-        that went before the last World began says nothing about what may still come."""
-        view, unusable = self._watcher.view(), self._unusable() | self._lost.away
+        that went before the last World began says nothing about what may still come; one that was judged lost, and
+        that Ray still lists, may be used again soon."""
+        view, unusable = self._watcher.view(), self._unusable()
         living = view.living()
         others = [node for node_id, node in living.items() if node_id not in unusable]
         is_one_going = bool(view.notices().keys() & (living.keys() | self._last_world))
         return is_one_going and not any(workers_that_fit(n.resources, self._config.world) for n in others)
+
+    def _lift_blocks(self) -> bool:
+        """Use blocked nodes again, now that every other one goes: with them the Run may fail again, without them it
+        certainly ends. Whether there are any."""
+        draining, living = self.draining(), self._watcher.view().living()
+        lifted = {
+            node_id: reason
+            for node_id, reason in self._block_list.blocked.items()
+            if node_id in living
+            and node_id not in draining
+            and workers_that_fit(living[node_id].resources, self._config.world)
+        }
+        for node_id, reason in lifted.items():
+            self._block_list.lift(node_id)
+            text = f"node {node_id[:12]} is used again, as every other one has a preemption notice: {reason}"
+            _log.warning("%s", text)
+            self._recorder.emit("decision", decision="keep", reason=text)
+        return bool(lifted)
 
     def _refused_to_start(self) -> Stop | None:
         """Waiting for more workers is in vain when the code of each of them raises before it is warm."""

@@ -256,6 +256,39 @@ def test_a_node_without_a_notice_is_waited_for_although_all_others_go(monkeypatc
     assert [member.node_id for member in members] == ["new"]
 
 
+def test_a_blocked_node_is_used_again_once_every_other_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on which the workers that were to join ran out of memory, when there were enough others."""
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 1.0}, max_wait_s=5.0)
+    scene.cluster.failing["c"] = 3
+    scene.cluster.nodes |= {"a": 0.0}  # until the joiners have failed
+    for _ in range(3):
+        scene.settle()
+    assert list(scene.gathering.blocked) == ["c"]
+    scene.cluster.nodes |= {"a": 1.0}
+    assert scene.train() == ["a", "b"]
+    scene.cluster.drained |= {"a", "b"}
+    members = scene.gathering.members(wait_for_more=False, is_save_over=lambda _: True)
+    assert not isinstance(members, Stop), "other nodes would do"
+    assert [member.node_id for member in members] == ["c"]
+    (told,) = [event["reason"] for event in scene.named("decision")]
+    why = "3 worker failures within 3600 s (3 not-started)"
+    assert told == f"node c is used again, as every other one has a preemption notice: {why}"
+
+
+def test_a_node_that_was_judged_lost_is_waited_for_while_ray_lists_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0})
+    scene.train()
+    scene.gathering.lose_node("b")
+    scene.cluster.drained.add("a")
+    stop = scene.gathering.members(wait_for_more=False, is_save_over=lambda _: True)
+    assert isinstance(stop, Stop)
+    assert "(world.max_wait_s)" in stop.reason
+    scene.cluster.dead.add("b")
+    stop = scene.gathering.members(wait_for_more=False, is_save_over=lambda _: True)
+    assert isinstance(stop, Stop)
+    assert stop.reason.startswith("every node that could hold a worker")
+
+
 @pytest.mark.parametrize("drained", [{"a"}, set()])
 def test_without_a_notice_for_every_node_a_run_below_its_minimum_waits_as_long_as_it_may(
     monkeypatch: pytest.MonkeyPatch, drained: set[str]
@@ -265,3 +298,26 @@ def test_without_a_notice_for_every_node_a_run_below_its_minimum_waits_as_long_a
     stop = scene.gathering.members(wait_for_more=False, is_save_over=lambda _: True)
     assert isinstance(stop, Stop)
     assert stop.reason.startswith("waited 0 s (world.max_wait_s)")
+
+
+def test_fresh_processes_take_the_place_of_a_worlds_and_are_waited_for_as_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 1.0}, max_workers=2, spares=1)
+    scene.settle()
+    scene.train()
+    old = {view.worker_id for view in scene.cluster.group.views(frozenset())}
+    scene.cluster.group.put_off_starts(60.0)
+    scene.gathering.replace_members("they came to nothing")
+    members = scene.gathering.members(wait_for_more=False)
+    assert not isinstance(members, Stop)
+    assert len(members) == 2, "the spare alone is not enough"
+    (event,) = scene.named("workers_replaced")
+    assert event["reason"] == "they came to nothing"
+    assert len(event["workers"]) == 2
+    assert old - {view.worker_id for view in scene.cluster.group.views(frozenset())} == set(event["workers"])
+    scene.gathering.lose_node(members[0].node_id)
+    scene.cluster.failing = {"a": 9, "b": 9, "c": 9}
+    again = scene.gathering.members(wait_for_more=False)
+    assert not isinstance(again, Stop)
+    assert len(again) < 2, "who lost a member goes on at once"
