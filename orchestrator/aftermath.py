@@ -21,7 +21,16 @@ from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.decisions import Regroup, Stop
 from orchestrator.exit_codes import ExitCode
 from orchestrator.failure_history import FIELD, FailureHistory
-from orchestrator.failure_policy import AttemptFacts, Counters, FaultKind, classify, decide_after_fault, is_outage
+from orchestrator.failure_policy import (
+    MAX_IN_VAIN,
+    AttemptFacts,
+    Counters,
+    FaultKind,
+    classify,
+    count_in_vain,
+    decide_after_fault,
+    is_outage,
+)
 from orchestrator.gathering import Gathering
 from orchestrator.journal import Journal
 from orchestrator.keepers import KEEPER_TTL_S
@@ -70,12 +79,15 @@ class Aftermath:
         self._wall_clock = wall_clock
         self._unlike_replicas = unlike_replicas
         self._counters: Counters = journal.counters()
+        self._num_in_vain = 0
         self._unproven: StepKey | None = None  # quarantined for its probe, and no step was finished since
 
     def after(self, end: AttemptEnd, resume_url: str | None) -> Regroup | Stop:
         """``resume_url``: another Run's, where Checkpoints come from until this Run has one of its own."""
         if self._recorder.steps_this_attempt:
             self._unproven = None
+        if not isinstance(end, Broken):
+            self._num_in_vain = 0
         match end:
             case Finished():
                 return self._await_final_commit(end, resume_url)
@@ -257,6 +269,8 @@ class Aftermath:
                 samples=window.samples,
                 reason=window.reason,
             )
+        if isinstance(decision, Regroup):
+            self._doubt_processes(end)
         if is_outage(end.fault) and isinstance(decision, Regroup):
             return self._store.loading_failed(end.fault.detail) or decision
         if isinstance(decision, Stop) and not end.facts.lost_nodes and self._coordinator.pending():
@@ -264,6 +278,14 @@ class Aftermath:
             self._store.wait_settled(None, _LAST_SAVE_S)
             self._store.take_signals()
         return decision
+
+    def _doubt_processes(self, end: Broken) -> None:
+        steps = self._recorder.steps_this_attempt
+        self._num_in_vain = count_in_vain(end.fault, self._num_in_vain, steps_finished=steps)
+        if self._num_in_vain >= MAX_IN_VAIN:
+            reason = f"{self._num_in_vain} Attempts in a row finished no step although every member lives"
+            self._gathering.replace_members(f"{reason}; last: {end.fault.detail}")
+            self._num_in_vain = 0
 
     def _failures_by_node(self, end: Broken) -> list[tuple[str, NodeFailure]]:
         """Members that failed although their node lives; what a lost node takes along says nothing about another."""

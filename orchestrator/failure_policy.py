@@ -19,16 +19,19 @@ from workers.errors import StepNotFinite
 
 __all__ = [
     "MAX_FRUITLESS_ATTEMPTS",
+    "MAX_IN_VAIN",
     "AttemptFacts",
     "Counters",
     "Fault",
     "FaultKind",
     "classify",
+    "count_in_vain",
     "decide_after_fault",
     "is_outage",
 ]
 
 MAX_CORRUPT_ATTEMPTS = 64
+MAX_IN_VAIN = 2
 MAX_FRUITLESS_ATTEMPTS = 8  # attempts in a row that finish no step: something is broken that a regroup cannot mend
 _MAX_SAME_USER_ERRORS = 2
 _MAX_SAME_STARVATIONS = 2
@@ -74,6 +77,11 @@ class AttemptFacts:
     draining_nodes: frozenset[str] = frozenset()
     reached_step: int | None = None
     step_s: float | None = None
+
+    @property
+    def failed_forming(self) -> bool:
+        """Whether ranks did not even find each other: nothing was loaded, so it says nothing of what was to be."""
+        return any(outcome.cause is not None and outcome.cause.is_forming for outcome in self.outcomes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +179,12 @@ def _classify(facts: AttemptFacts) -> Fault:
 def is_outage(fault: Fault) -> bool:
     """Whether ranks failed only because the store did not answer."""
     return fault.root is not None and fault.root.error_type == StoreUnavailable.__name__
+
+
+def count_in_vain(fault: Fault, before: int, *, steps_finished: int) -> int:
+    """How many Attempts in a row, ``before`` this one, broke without a step although every member lives. At
+    `MAX_IN_VAIN` their processes are not to be tried again: one may have kept something that sets it apart."""
+    return before + 1 if fault.kind is FaultKind.COLLECTIVE and not steps_finished else 0
 
 
 def _over(count: int, limit: int) -> bool:

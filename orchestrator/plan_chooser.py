@@ -278,8 +278,9 @@ class PlanChooser:
         if plan is None or plan.memory is None or not isinstance(before, Broken):
             return
         is_unreadable = before.fault.kind is FaultKind.MEMORY
+        facts = before.facts
         if not is_unreadable and not self._recorder.steps_this_attempt:
-            self._num_fruitless += not (before.facts.lost_nodes or before.facts.lost_workers)
+            self._num_fruitless += not (facts.lost_nodes or facts.lost_workers or facts.failed_forming)
         if is_unreadable or self._num_fruitless >= _MOST_FRUITLESS:
             _log.warning("step %d in memory is not gone on from again: %s", plan.step, before.fault.detail)
             self._distrusted.add(plan.source)

@@ -37,6 +37,7 @@ class Scene:
         self.noticed: dict[str, float] = {}
         self.blocked: dict[str, str] = {}
         self.lost: list[str] = []
+        self.replaced: list[str] = []
         self.quarantined: list[int] = []
         self.journal: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
@@ -103,6 +104,9 @@ class Scene:
 
     def lose_node(self, node_id: str) -> None:
         self.lost.append(node_id)
+
+    def replace_members(self, reason: str) -> None:
+        self.replaced.append(reason)
 
     def note_failures(self, failures: Any) -> None:
         assert list(failures) == []
@@ -273,3 +277,35 @@ def test_damaged_bytes_are_quarantined_one_after_the_other() -> None:
     for step in (40, 30, 20):
         assert isinstance(scene.aftermath.after(unproven(step, "CorruptCheckpoint"), None), Regroup)
     assert scene.quarantined == [40, 30, 20]
+
+
+def break_world(scene: Scene, kind: FaultKind, steps: int) -> Regroup | Stop:
+    scene.recorder.steps_this_attempt = steps
+    fault = Fault(kind=kind, detail="wait timeout")
+    return scene.aftermath.after(Broken(fault=fault, facts=AttemptFacts(), detected_at_s=0.0), None)
+
+
+def test_processes_whose_world_came_to_nothing_twice_are_not_tried_a_third_time() -> None:
+    scene = Scene()
+    for num_replaced in (0, 1, 1, 2):
+        assert isinstance(break_world(scene, FaultKind.COLLECTIVE, 0), Regroup)
+        assert len(scene.replaced) == num_replaced
+    assert scene.replaced[0].endswith("although every member lives; last: wait timeout")
+    assert scene.journal[-1]["counters"].fruitless == 4, "and the counts go on"
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(FaultKind.COLLECTIVE, 1), (FaultKind.WORKER_LOST, 0)])
+def test_a_step_or_a_loss_in_between_clears_the_processes(kind: FaultKind, steps: int) -> None:
+    scene = Scene()
+    for one, finished in ((FaultKind.COLLECTIVE, 0), (kind, steps), (FaultKind.COLLECTIVE, 0)):
+        assert isinstance(break_world(scene, one, finished), Regroup)
+    scene.aftermath.after(LEFT, None)
+    break_world(scene, FaultKind.COLLECTIVE, 0)
+    assert scene.replaced == []
+
+
+def test_a_run_that_ends_replaces_nobody() -> None:
+    scene = Scene(max_infrastructure=1)
+    break_world(scene, FaultKind.COLLECTIVE, 0)
+    assert isinstance(break_world(scene, FaultKind.COLLECTIVE, 0), Stop)
+    assert scene.replaced == []

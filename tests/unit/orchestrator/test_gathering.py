@@ -303,21 +303,18 @@ def test_without_a_notice_for_every_node_a_run_below_its_minimum_waits_as_long_a
 def test_fresh_processes_take_the_place_of_a_worlds_and_are_waited_for_as_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 1.0}, max_workers=2, spares=1)
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 1.0}, max_workers=2, spares=1, start_grace_s=60.0)
     scene.settle()
-    scene.train()
-    old = {view.worker_id for view in scene.cluster.group.views(frozenset())}
+    assert scene.train() == ["a", "b"]
     scene.cluster.group.put_off_starts(60.0)
+    scene.cluster.failing = {"a": 1, "b": 1}
     scene.gathering.replace_members("they came to nothing")
-    members = scene.gathering.members(wait_for_more=False)
-    assert not isinstance(members, Stop)
-    assert len(members) == 2, "the spare alone is not enough"
+    assert scene.train() == ["a", "b"], "the spare alone is not enough"
     (event,) = scene.named("workers_replaced")
-    assert event["reason"] == "they came to nothing"
-    assert len(event["workers"]) == 2
-    assert old - {view.worker_id for view in scene.cluster.group.views(frozenset())} == set(event["workers"])
-    scene.gathering.lose_node(members[0].node_id)
-    scene.cluster.failing = {"a": 9, "b": 9, "c": 9}
-    again = scene.gathering.members(wait_for_more=False)
-    assert not isinstance(again, Stop)
-    assert len(again) < 2, "who lost a member goes on at once"
+    assert (event["workers"], event["reason"]) == (["w001-a", "w002-b"], "they came to nothing")
+    fresh = {view.worker_id for view in scene.cluster.group.views(frozenset()) if view.is_member}
+    assert not fresh & set(event["workers"])
+    for worker_id in fresh:
+        scene.cluster.group.remove_worker(worker_id)
+    scene.cluster.failing = {"a": 1, "b": 1}
+    assert scene.train() == ["c"], "who lost members goes on at once, as ever"

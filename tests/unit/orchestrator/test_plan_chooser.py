@@ -6,6 +6,7 @@ The Keepers and the store are scripts; choosing among generations and building p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from storage.keys import Attempt, StepKey
 from storage.manifest import Receipt
 from storage.sources import RestorePlan
 from tests.fakes.checkpoints import prepare
+from tests.fakes.outcomes import failed_outcomes
 from workers.config import DataConfig, ModelConfig
 from workers.contract import StepReport
 
@@ -297,13 +299,15 @@ def test_a_generation_that_could_not_be_read_is_passed_over_from_then_on() -> No
     assert scene.chosen_step(broken(FaultKind.MEMORY, lost=())) == (30, "store")
 
 
-def test_a_generation_that_nothing_comes_of_is_given_up_after_two_tries() -> None:
+@pytest.mark.parametrize("is_forming", [False, True], ids=["loading", "before-it-was-read"])
+def test_a_generation_that_nothing_comes_of_is_given_up_after_two_tries(is_forming: bool) -> None:
     scene = running()
     for number in (2, 3):
         assert scene.chosen_step(broken()) == (41, "memory")
         scene.begin(number, 41)
-        end = broken(FaultKind.COLLECTIVE, lost=())
-        assert scene.chosen_step(end) == ((41, "memory") if number == 2 else (40, "memory"))
+        facts = AttemptFacts(outcomes=failed_outcomes(attempt(number), is_forming=is_forming))
+        end = replace(broken(FaultKind.COLLECTIVE), facts=facts)
+        assert scene.chosen_step(end) == (41 if number == 2 or is_forming else 40, "memory")
 
 
 def test_receipts_that_do_not_fit_lead_to_the_generation_before() -> None:
