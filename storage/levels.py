@@ -16,7 +16,7 @@ from typing import Final
 from storage.config import CheckpointConfig, Fidelity, LevelRule
 from storage.manifest import Level, Tier
 
-__all__ = ["LevelTable", "Treatment", "level_of"]
+__all__ = ["LevelTable", "Treatment"]
 
 _FLOATING: Final = ("float16", "bfloat16", "float32", "float64")
 _ROUNDED: Final = "float32"
@@ -93,11 +93,3 @@ class LevelTable:
             asked = "lossless"
         tier: Tier = "peer-memory" if rule is not None and rule.stays_in_memory else "object-storage"
         return Treatment(level, asked, tier)
-
-
-_BUILT_IN: Final = LevelTable()
-
-
-def level_of(name: str, dtype: str) -> Level:
-    """The Level of the tensor called ``name`` by the built-in table alone."""
-    return _BUILT_IN.treatment(name, dtype).level

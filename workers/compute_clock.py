@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from workers.parallelize import decoder_blocks
 
@@ -32,7 +31,6 @@ class ComputeClock:
     def __init__(self, device: torch.device, *, monotonic: Callable[[], float] = time.perf_counter) -> None:
         self._is_cuda = device.type == "cuda"
         self._monotonic = monotonic
-        self._handles: list[RemovableHandle] = []
         self._total_s = 0.0
         self._open: list[Any] = []
         self._marks: list[Mark] = []
@@ -44,13 +42,8 @@ class ComputeClock:
         """Time ``model``, which is sharded already, from now on."""
         for module in _modules_without_collectives(model):
             # Behind the hook that gathers the parameters, and before the one that drops them.
-            self._handles.append(module.register_forward_pre_hook(self._begin))
-            self._handles.append(module.register_forward_hook(self._end, prepend=True))
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+            module.register_forward_pre_hook(self._begin)
+            module.register_forward_hook(self._end, prepend=True)
 
     def take(self) -> float:
         """Seconds of computing since the last call; on a GPU those of the newest step whose times have arrived. 0:

@@ -14,9 +14,9 @@ from workers.config import DataConfig
 from workers.data_errors import DatasetChanged, FieldChange
 from workers.dataset_card import DatasetCard
 from workers.dataset_mix import TokenRows, order_of
-from workers.sample_order import SampleOrder, SourceRows
+from workers.sample_order import SampleOrder
 
-__all__ = ["DATA_TRACKER", "DataIdentity", "changes", "identity_fields", "saved_order"]
+__all__ = ["DATA_TRACKER", "DataIdentity", "changes", "identity_fields"]
 
 _log = logging.getLogger(__name__)
 
@@ -100,18 +100,6 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[FieldChan
             found.append(FieldChange(field=field, saved=before, now=value))
     # A fingerprint says only that something differs: name it alone when nothing finer does.
     return tuple(change for change in found if not change.field.endswith("fingerprint")) or tuple(found)
-
-
-def saved_order(saved: Mapping[str, Any]) -> SampleOrder:
-    """The order that a Checkpoint with these fields was made with; Checkpoints from before mixes have no more than a
-    seed and a number of rows. Raises ValueError when they are no such fields."""
-    if "order" in saved:
-        return SampleOrder.from_fields(saved["order"])
-    try:
-        rows = SourceRows(name="data", num_rows=int(saved["total_rows"]))
-        return SampleOrder(seed=int(saved["seed"]), sources=(rows,))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"these fields of a Checkpoint's data say no order: {sorted(saved)}") from error
 
 
 def _names(fields: Mapping[str, Any]) -> set[str]:

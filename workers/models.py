@@ -25,7 +25,6 @@ __all__ = [
     "assert_all_filled",
     "instantiate",
     "materialize",
-    "num_parameters",
     "state_bytes",
 ]
 
@@ -237,11 +236,6 @@ def _copy_local(parameter: nn.Parameter, full: torch.Tensor) -> None:
 
 def _seed_of(seed: int, name: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & ((1 << 63) - 1)
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Parameters of the whole model, tied ones once."""
-    return sum(parameter.numel() for _, parameter in named_parameters(model))
 
 
 def state_bytes(model: nn.Module) -> int:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from workers.config import OptimConfig
 from workers.names import named_parameters
 
-__all__ = ["build_optimizer", "build_scheduler", "lr_at", "lr_factor_at"]
+__all__ = ["build_optimizer", "build_scheduler", "lr_factor_at"]
 
 
 def lr_factor_at(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -24,11 +24,6 @@ def lr_factor_at(step: int, config: OptimConfig, total_steps: int) -> float:
     span = max(1, total_steps - config.warmup_steps)
     done = min(1.0, (step - config.warmup_steps) / span)
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
-    """LR with which optimizer step ``step`` (counted from 1) is taken."""
-    return config.lr * lr_factor_at(step, config, total_steps)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:

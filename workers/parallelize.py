@@ -28,7 +28,6 @@ from workers.view_outputs import return_no_views
 
 __all__ = [
     "Gradients",
-    "clip_gradients",
     "decoder_blocks",
     "invariance_of",
     "parallelize",
@@ -162,11 +161,6 @@ def scale_gradients(gradients: Gradients, max_norm: float) -> torch.Tensor:
     for gradient in (*gradients.sharded, *gradients.replicated):
         gradient.mul_(scale.to(gradient.dtype))
     return norm
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Both of these."""
-    return scale_gradients(reduced_gradients(model), max_norm)
 
 
 def _norm(gradients: Gradients) -> torch.Tensor:

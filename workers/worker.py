@@ -33,15 +33,15 @@ from workers.settings import WorkerSettings
 if TYPE_CHECKING:
     from workers.session import Session
 
-__all__ = ["CoordinatorClient", "WorkerActor", "create_worker"]
+__all__ = ["ExchangeClient", "WorkerActor", "create_worker"]
 
 _MAX_CALLS = 8
 """Calls that may run side by side: outcome waits, an abandon, and heartbeats that must never queue behind them."""
 _EXCHANGE_S = 10.0
 
 
-class CoordinatorClient:
-    """The coordinator's actor handle as a CoordinatorPort."""
+class ExchangeClient:
+    """The coordinator's actor handle as a CoordinatorPort: one exchange after another."""
 
     def __init__(self, handle: Any, timeout_s: float = _EXCHANGE_S) -> None:
         self._handle, self._timeout_s = handle, timeout_s
@@ -93,7 +93,7 @@ class WorkerActor:
         return self._process.prepare()
 
     def start(self, spec: AttemptSpec, coordinator: Any) -> None:
-        self._process.start(spec, CoordinatorClient(coordinator))
+        self._process.start(spec, ExchangeClient(coordinator))
 
     def wait_outcome(self, attempt: Attempt, timeout_s: float) -> Outcome | None:
         return self._process.wait_outcome(attempt, timeout_s)

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from workers.config import ModelConfig, OptimConfig
 from workers.loss import mean_token_loss
 from workers.mesh import join_group, leave_group, world_mesh
-from workers.models import ModelTemplate, instantiate, materialize, num_parameters
+from workers.models import ModelTemplate, instantiate, materialize
 from workers.names import named_parameters
 from workers.optim import build_optimizer
-from workers.parallelize import clip_gradients, parallelize
+from workers.parallelize import parallelize, reduced_gradients, scale_gradients
 from workers.probe import probe_loss
 from workers.stream import Leaf
 
@@ -67,7 +67,7 @@ def measure(mesh: DeviceMesh, rounds: int) -> None:
     def step() -> None:
         for _ in range(NUM_LEAVES):
             torch.autograd.backward(mean_token_loss(model, leaf) / NUM_LEAVES)
-        clip_gradients(model, 1.0)
+        scale_gradients(reduced_gradients(model), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -80,7 +80,8 @@ def measure(mesh: DeviceMesh, rounds: int) -> None:
             deed()
             times[name].append(time.process_time() - began)
     probe_s, step_s = (statistics.median(times[name]) for name in ("probe", "step"))
-    print(f"model of {num_parameters(model):,} parameters, {MICRO_BATCH} x {SEQUENCE} tokens a leaf")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"model of {num_parameters:,} parameters, {MICRO_BATCH} x {SEQUENCE} tokens a leaf")
     print(f"probe {probe_s * 1000:.1f} ms, step of {NUM_LEAVES} leaves {step_s * 1000:.1f} ms (CPU time, medians)")
     share = probe_s / step_s
     print(f"a probe is {share:.1%} of a step: with a save every 100 steps {share / 100:.3%} of the time")

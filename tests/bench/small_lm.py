@@ -20,7 +20,7 @@ from workers.dataset import TokenDataset
 from workers.mesh import join_group, leave_group, world_mesh
 from workers.models import ModelTemplate, instantiate, materialize
 from workers.optim import build_optimizer, build_scheduler
-from workers.parallelize import clip_gradients, parallelize
+from workers.parallelize import parallelize, reduced_gradients, scale_gradients
 from workers.prepare import prepare_dataset
 from workers.snapshot import capture
 from workers.state import TrainingState
@@ -74,7 +74,7 @@ def _train(dataset: TokenDataset, data: DataConfig, steps: int, seed: int, devic
                 logits = model(input_ids=leaf.input_ids).logits
                 loss = cross_entropy(logits.flatten(0, 1), leaf.labels.flatten())
                 torch.autograd.backward(loss)
-            clip_gradients(model, OPTIM.clip_norm)
+            scale_gradients(reduced_gradients(model), OPTIM.clip_norm)
             optimizer.step()
             state.scheduler.step()
             optimizer.zero_grad(set_to_none=True)

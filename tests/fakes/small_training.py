@@ -23,7 +23,7 @@ from tests.fakes.recording_sink import RecordingSink
 from workers.config import ModelConfig, OptimConfig
 from workers.models import materialize
 from workers.optim import build_optimizer, build_scheduler
-from workers.parallelize import clip_gradients, parallelize
+from workers.parallelize import parallelize, reduced_gradients, scale_gradients
 from workers.snapshot import capture
 from workers.staging import Stager, StageResult
 from workers.state import Progress, TrainingState
@@ -118,7 +118,7 @@ def train_step(state: TrainingState, *, weight: float = 1.0) -> float:
     logits = state.model(ids)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
     torch.autograd.backward(loss * weight)
-    clip_gradients(state.model, OPTIM.clip_norm)
+    scale_gradients(reduced_gradients(state.model), OPTIM.clip_norm)
     state.optimizer.step()
     state.scheduler.step()
     state.optimizer.zero_grad(set_to_none=True)

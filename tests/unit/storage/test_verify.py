@@ -18,7 +18,7 @@ from storage.codec import Encoding, encode
 from storage.commit_log import CommitLog
 from storage.errors import StoreUnavailable
 from storage.keys import shard_key
-from storage.levels import level_of
+from storage.levels import LevelTable
 from storage.manifest import Commit
 from storage.memory_store import MemoryStore
 from storage.verify import SHARDS_AT_ONCE, VerifyReport, verify_commit
@@ -293,4 +293,4 @@ def test_the_record_half_loads_neither_torch_nor_ray() -> None:
     ],
 )
 def test_only_optimizer_moments_are_anything_but_lossless(name: str, dtype: str, level: str) -> None:
-    assert level_of(name, dtype) == level
+    assert LevelTable().treatment(name, dtype).level == level

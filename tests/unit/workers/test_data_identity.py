@@ -13,10 +13,10 @@ from storage.config import StoreConfig
 from tests.fakes.token_datasets import write_numbered_rows
 from workers.config import DataConfig, SourceConfig
 from workers.data_errors import DatasetChanged
-from workers.data_identity import DataIdentity, changes, saved_order
+from workers.data_identity import DataIdentity, changes
 from workers.dataset_card import DatasetCard
 from workers.dataset_mix import open_rows
-from workers.sample_order import SampleOrder, Shuffle, SourceRows, sample_ids
+from workers.sample_order import SampleOrder, SourceRows
 
 
 def order_of(*cards: DatasetCard, weights: tuple[int, ...] = (1, 1, 1), seed: int = 1, **options: Any) -> SampleOrder:
@@ -142,21 +142,6 @@ def test_a_change_that_is_allowed_is_said_aloud_and_recorded_in_every_later_chec
     fourth = identity(card, seed=2, global_batch=8, allow_changed=True)
     fourth.load_state_dict(third.state_dict())
     assert [one["field"] for one in fourth.state_dict()["overrides"]] == ["seed", "global_batch"]
-
-
-@pytest.mark.parametrize("shuffle", ["rows", "blocks"])
-def test_a_checkpoint_says_its_order(shuffle: Shuffle) -> None:
-    cards = rows(20), rows(8)
-    order = order_of(*cards, weights=(2, 1), shuffle=shuffle, window_blocks=2)
-    found = saved_order(identity(*cards, order=order).state_dict())
-    assert found.ids(5, 60).tolist() == order.ids(5, 60).tolist()
-
-
-def test_a_checkpoint_from_before_mixes_says_its_order_too() -> None:
-    old = {"seed": 3, "total_rows": 20, "file_list": "0", "global_batch": 4}
-    assert saved_order(old).ids(0, 20).tolist() == sample_ids(3, 20, 0, 20).tolist()
-    with pytest.raises(ValueError, match="say no order"):
-        saved_order({"seed": 3})
 
 
 def test_a_checkpoint_from_before_mixes_is_taken() -> None:

@@ -9,30 +9,32 @@ import torch
 from torch import nn
 
 from workers.config import OptimConfig
-from workers.optim import build_optimizer, build_scheduler, lr_at
+from workers.optim import build_optimizer, build_scheduler, lr_factor_at
 
 CONFIG = OptimConfig(lr=1e-3, warmup_steps=5, min_lr_ratio=0.1)
 
 
 def test_the_rate_rises_in_a_line_and_falls_as_a_cosine_to_its_floor() -> None:
-    assert [lr_at(step, CONFIG, 100) for step in range(1, 6)] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+    assert [lr_factor_at(step, CONFIG, 100) for step in range(1, 6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     middle = 5 + 95 / 2
-    assert (lr_at(math.floor(middle), CONFIG, 100) + lr_at(math.ceil(middle), CONFIG, 100)) / 2 == pytest.approx(5.5e-4)
-    assert lr_at(100, CONFIG, 100) == pytest.approx(1e-4)
-    assert lr_at(1000, CONFIG, 100) == pytest.approx(1e-4)
+    around = (lr_factor_at(step, CONFIG, 100) for step in (math.floor(middle), math.ceil(middle)))
+    assert sum(around) / 2 == pytest.approx(0.55)
+    assert lr_factor_at(100, CONFIG, 100) == pytest.approx(0.1)
+    assert lr_factor_at(1000, CONFIG, 100) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 10), (10, 10), (20, 10), (0, 1)])
 def test_short_runs_have_a_rate_too(warmup_steps: int, total_steps: int) -> None:
     config = OptimConfig(lr=1.0, warmup_steps=warmup_steps)
-    assert all(0 < lr_at(step, config, total_steps) <= 1 for step in range(1, total_steps + 1))
+    assert all(0 < lr_factor_at(step, config, total_steps) <= 1 for step in range(1, total_steps + 1))
 
 
 def test_the_scheduler_gives_the_optimizer_that_rate_at_every_step() -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), CONFIG)
     scheduler = build_scheduler(optimizer, CONFIG, 100)
     for step in range(1, 120):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(lr_at(step, CONFIG, 100), abs=1e-15)
+        expected = CONFIG.lr * lr_factor_at(step, CONFIG, 100)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, abs=1e-15)
         optimizer.step()
         scheduler.step()
 

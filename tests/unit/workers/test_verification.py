@@ -30,7 +30,7 @@ from workers.loading import WarmParts
 from workers.loss import mean_token_loss
 from workers.models import ModelTemplate, instantiate
 from workers.names import named_parameters
-from workers.parallelize import clip_gradients
+from workers.parallelize import reduced_gradients, scale_gradients
 from workers.proof import Proof, ProofRecord, attach
 from workers.settings import WorkerSettings
 from workers.side_by_side import ResumeDiffers
@@ -69,7 +69,7 @@ def trained(mesh: DeviceMesh, template: ModelTemplate, settings: WorkerSettings)
         ids = tokens.numpy()[:, 0]
         leaf = Leaf(index=0, is_surplus=False, input_ids=tokens[:, :-1], labels=tokens[:, 1:], sample_ids=ids)
         torch.autograd.backward(mean_token_loss(state.model, leaf))
-        clip_gradients(state.model, 1.0)
+        scale_gradients(reduced_gradients(state.model), 1.0)
         state.optimizer.step()
         state.scheduler.step()
         state.optimizer.zero_grad()
