@@ -17,7 +17,7 @@ from typing import Any, assert_never
 from orchestrator.committer import CommittedStep, Committer
 from orchestrator.order_book import OrderBook
 from orchestrator.patient_store import PatientStore
-from orchestrator.pending_saves import MAX_WHOLE, PendingSaves
+from orchestrator.pending_saves import MAX_WHOLE, SUPERSEDED, PendingSaves
 from orchestrator.save_config import SavePolicyConfig
 from orchestrator.save_desk import SaveDesk, ThresholdMove
 from orchestrator.save_facts import ClusterFacts, Weighed
@@ -296,7 +296,7 @@ class Coordinator:
         """Commits that wait for the store are bounded too: the newest are worth most. The oldest is being tried."""
         _, *waiting = self._pending.whole_steps
         for step in waiting[: -(MAX_WHOLE - 1)]:
-            self._give_up(attempt, step, f"superseded by step {waiting[-1]}: its Commit could not be written meanwhile")
+            self._give_up(attempt, step, f"{SUPERSEDED} {waiting[-1]}: its Commit could not be written meanwhile")
 
     def deliver_many(self, receipts: tuple[Receipt, ...]) -> tuple[bool, ...]:
         """`deliver` for each of them: one call of a Keeper with several ranks."""
@@ -323,15 +323,18 @@ class Coordinator:
         """A Snapshot that will never be durable: its step is given up."""
         with self._lock:
             if attempt == self._attempt:
-                self._give_up(attempt, step, f"rank {rank}: {reason}")
+                self._give_up(attempt, step, f"rank {rank}: {reason}", is_failure=SUPERSEDED not in reason)
         return True
 
-    def _give_up(self, attempt: Attempt, step: int, reason: str, disagreement: Disagreement | None = None) -> None:
+    def _give_up(
+        self, attempt: Attempt, step: int, why: str, found: Disagreement | None = None, *, is_failure: bool = False
+    ) -> None:
         if self._pending.give_up(step):
-            _log.info("save of step %d given up: %s", step, reason)  # the driver says it aloud
+            _log.info("save of step %d given up: %s", step, why)  # the driver says it aloud
             self._forget_times(step)
-            self._desk.gave_up(step)
-            self._signals.append(SaveFailed(attempt=attempt, step=step, reason=reason, disagreement=disagreement))
+            wait_s = self._desk.gave_up(step, failed_at_s=self._monotonic() if is_failure else None)
+            failed = SaveFailed(attempt=attempt, step=step, reason=why, disagreement=found, next_try_in_s=wait_s)
+            self._signals.append(failed)
         self._lock.notify_all()
 
     def _commit(self, attempt: Attempt, base_step: int, step: int) -> None:
@@ -342,7 +345,7 @@ class Coordinator:
             with self._lock:
                 if attempt == self._attempt:
                     found = error.disagreement if isinstance(error, ReplicasDisagree) else None
-                    self._give_up(attempt, step, f"{type(error).__name__}: {error}", found)
+                    self._give_up(attempt, step, f"{type(error).__name__}: {error}", found, is_failure=True)
 
     def _commit_whole(self, attempt: Attempt, base_step: int, step: int) -> None:
         with self._lock:

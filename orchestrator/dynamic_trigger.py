@@ -106,7 +106,7 @@ class DynamicTrigger:
 
     def over(self, save: SaveOver) -> None:
         if save.failure is not None:
-            self._own_desk.gave_up(save.step)
+            self._own_desk.gave_up(save.step, failed_at_s=self._clock())
             return
         # Encoding and upload cannot be told apart here; their sum is what matters to the policies.
         cost = SaveCost(

@@ -8,9 +8,11 @@ from __future__ import annotations
 from storage.manifest import Receipt
 from storage.merge import StepMerge
 
-__all__ = ["MAX_WHOLE", "PendingSaves"]
+__all__ = ["MAX_WHOLE", "SUPERSEDED", "PendingSaves"]
 
 MAX_WHOLE = 3  # saves whose Commit waits for the store
+SUPERSEDED = "superseded by step"
+"""So the reason of a save begins, Keepers' too, that was given up for a newer one, which is kept: nothing failed."""
 _MAX_UNDER_WAY = 8  # where Receipts of some ranks do not come at all, the others' must not gather without end
 _MAX_SETTLED = 64  # rank 0 has few unsettled saves; the tail of settled steps is all that it can still ask for
 
@@ -32,10 +34,6 @@ class PendingSaves:
         self._settled = []
         self._bound = set()
         self.committed = set()
-
-    @property
-    def num_unsettled(self) -> int:
-        return len(self._merges)
 
     def expect(self, step: int) -> bool:
         """Ranks were told to save ``step``. False when that was known before."""

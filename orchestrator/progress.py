@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from orchestrator.report_text import count
 from orchestrator.restored import restored_words
-from orchestrator.save_summary import is_routine, policy_of
+from orchestrator.save_summary import is_routine, next_try_words, policy_of
 from orchestrator.summary import Event
 from orchestrator.verified_fold import VerifiedFold
 
@@ -256,7 +256,7 @@ def event_line(event: Event) -> str | None:
         case "attempt_ended" if event.get("reason") == "finished":
             return f"step {event.get('last_step')} is trained; waiting until its checkpoint is committed"
         case "save_failed":
-            return f"save of step {event.get('step')} failed: {event.get('reason')}"
+            return f"save of step {event.get('step')} failed: {event.get('reason')}{next_try_words(event)}"
         case "save_skipped":
             return f"save of step {event.get('step')} skipped: {event.get('reason')}"
         case "quarantined":

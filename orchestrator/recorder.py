@@ -159,8 +159,8 @@ class Recorder:
             case SaveSkipped(step=step):
                 reason = "two earlier saves are not settled yet"
                 self._sink.emit("save_skipped", attempt=number, step=step, reason=reason)
-            case SaveFailed(step=step, reason=reason):
-                self._sink.emit("save_failed", attempt=number, step=step, reason=reason)
+            case SaveFailed(step=step, reason=reason, next_try_in_s=wait_s):
+                self._sink.emit("save_failed", attempt=number, step=step, reason=reason, next_try_in_s=wait_s)
                 if signal.disagreement is not None:
                     self._sink.emit("replicas_disagree", attempt=number, step=step, **asdict(signal.disagreement))
                     _log.error("step %d is not committed: %s", step, reason)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from orchestrator.save_backoff import SaveBackoff
 from orchestrator.save_config import SavePolicyConfig
 from orchestrator.save_facts import (
     ClusterFacts,
@@ -79,6 +80,8 @@ class SaveDesk:
     ) -> None:
         self._policies = tuple(policies) if policies is not None else policies_of(policy, checkpoint)
         self._min_interval_s = least_interval_s(policy, checkpoint)
+        self._backoff = SaveBackoff(self._min_interval_s)
+        self._is_paced_by_rank_0 = checkpoint.every_steps is not None
         self._every_steps = policy.evaluate_every_steps
         self._total_steps = total_steps
         instability = policy.instability
@@ -123,6 +126,7 @@ class SaveDesk:
         self._finished.clear()
         self._under_way.clear()
         self._over.clear()
+        self._backoff.reset()
         self._training = self._wish = None
         while self._bests and self._bests[-1][0] > base_step:
             self._bests.pop()
@@ -183,15 +187,23 @@ class SaveDesk:
         for save in self._under_way.values():
             save.is_delayed = True  # what holds up one holds up the others
 
-    def gave_up(self, step: int) -> None:
-        """The save of ``step`` will never be a Checkpoint."""
+    def gave_up(self, step: int, *, failed_at_s: float | None = None) -> float | None:
+        """The save of ``step`` will never be a Checkpoint. ``failed_at_s`` None: a newer one is to take its place.
+
+        Returns how long no other one is tried because saves failed; None: that is not this desk's to say.
+        """
         self._under_way.pop(step, None)
         self._over.append(step)
+        if failed_at_s is None:
+            return None
+        self._backoff.failed(self._last_save.at_s)
+        return None if self._is_paced_by_rank_0 else max(0.0, self._backoff.next_try_at_s - failed_at_s)
 
     def committed(self, step: int, cost: SaveCost, now_s: float) -> SaveTimes:
         """The save of ``step`` is durable. Returns what it took, by now complete."""
         save = self._under_way.pop(step, None) or SaveUnderWay(step=step, bound_at_s=now_s)
         self._over.append(step)
+        self._backoff.reset()
         finished_at_s = save.finished_at_s if save.finished_at_s is not None else self._finished.of(step)
         at_s = save.bound_at_s if finished_at_s is None else finished_at_s
         times = SaveTimes(
@@ -262,6 +274,8 @@ class SaveDesk:
             last_instability_step=self._last_instability_step,
             best_step=self._bests[-1][0] if self._bests else None,
             saved_best_step=self._saved_best_step(),
+            failed_in_row=self._backoff.in_row,
+            next_try_at_s=self._backoff.next_try_at_s,
         )
 
     def _saved_best_step(self) -> int | None:

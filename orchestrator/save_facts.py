@@ -5,6 +5,7 @@ All ``*_at_s`` are seconds of one monotonic clock, the coordinator's or a simula
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -100,7 +101,8 @@ class SaveFacts:
     ``*_at_s``: when that step was finished; minus infinity for a Commit of an earlier driver that is older than the
     memory that the Attempt began with. ``last_save_*``: the newest save that was bound, or where the Attempt began.
     ``step_s`` None: fewer than two steps were finished. ``saves``: of this driver, newest last. ``best_step``: of the
-    best evaluation so far; ``saved_best_step`` the newest such step that a save has covered.
+    best evaluation so far; ``saved_best_step`` the newest such step that a save has covered. ``failed_in_row``: saves
+    that failed since the last Commit; the next is not tried before ``next_try_at_s``.
     """
 
     now_s: float
@@ -121,6 +123,8 @@ class SaveFacts:
     last_instability_step: int | None = None
     best_step: int | None = None
     saved_best_step: int | None = None
+    failed_in_row: int = 0
+    next_try_at_s: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Final, TypedDict
 
 from orchestrator.event_fields import Event, float_of, int_of, number_of, text_of
 
-__all__ = ["SaveFold", "SavesSummary", "Spacing", "is_routine", "policy_of", "stored_bytes_of"]
+__all__ = ["SaveFold", "SavesSummary", "Spacing", "is_routine", "next_try_words", "policy_of", "stored_bytes_of"]
 
 _KEPT_STEPS: Final = 64  # a save is heard of some steps before or after its own step is
 _PART: Final = "part"  # in memory alone: no save
@@ -48,6 +48,12 @@ class SavesSummary(TypedDict):
     skipped: int
     threshold_moves: int
     threshold: float | None
+
+
+def next_try_words(failed: Event) -> str:
+    """When another save is tried after this one, to follow its reason; "" where nobody said."""
+    wait_s = number_of(failed, "next_try_in_s")
+    return "" if wait_s is None else f"; the next save is tried in {wait_s:.0f} s at the earliest"
 
 
 def policy_of(reason: str, kind: str = "snapshot") -> str:

@@ -61,12 +61,14 @@ class SaveSkipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """``disagreement``: the save was whole, but ranks that should hold the same do not."""
+    """``disagreement``: the save was whole, but ranks that should hold the same do not. ``next_try_in_s``: how long the
+    save policies are held back for it; None: they are not."""
 
     attempt: Attempt
     step: int
     reason: str
     disagreement: Disagreement | None = None
+    next_try_in_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

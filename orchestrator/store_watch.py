@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from orchestrator.save_backoff import LONGEST_BACKOFF_S
 from orchestrator.signals import Committed, SaveBound, SaveDelayed, SaveFailed, SaveSkipped, Signal, StepFinished
 from storage.errors import StoreRefused, StoreUnavailable
 
@@ -53,12 +54,14 @@ class StoreNews:
 
 @dataclass(slots=True, kw_only=True)
 class _Trouble:
-    """``step``: the newest that could not be saved; only a Commit of it, or of a later one, proves the store good."""
+    """``step``: the newest that could not be saved; only a Commit of it, or of a later one, proves the store good.
+    ``num_asked``: saves that were asked for to find out."""
 
     since_s: float
     seen_at_s: float
     reason: str
     step: int = 0
+    num_asked: int = 0
 
 
 class StoreWatch:
@@ -190,11 +193,13 @@ class StoreWatch:
 
     def wants_save(self, now_s: float) -> bool:
         """Whether nobody has spoken of the trouble with saves for long: their save was given up, and only another one
-        can tell whether the store is back. True once in a while."""
+        can tell whether the store is back. True once in a while, after twice the time each time it was in vain."""
         trouble = self._troubles.get(StoreUser.SAVES)
-        if trouble is None or now_s - trouble.seen_at_s < _SILENT_S:
+        if trouble is None:
             return False
-        trouble.seen_at_s = now_s
+        if now_s - trouble.seen_at_s < min(_SILENT_S * 2.0**trouble.num_asked, LONGEST_BACKOFF_S):
+            return False
+        trouble.seen_at_s, trouble.num_asked = now_s, trouble.num_asked + 1
         return True
 
     def remind(self, now_s: float) -> None:

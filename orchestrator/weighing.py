@@ -1,7 +1,7 @@
 """When to save: the one rule by which the policies' opinions become a wish. Pure; time comes in with the facts.
 
 The earliest due time wins. A minimum interval holds every policy back that is not pressing, and nothing is ordered
-while two saves are unsettled, but not for good, or where the last step saves anyway.
+while two saves are unsettled, but not for good, soon after others failed, or where the last step saves anyway.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ def _held_back(facts: SaveFacts, first: Opinion, min_interval_s: float) -> str |
     patience_s = max(_PATIENCE_S, _MANY_TIMES * (usual_write_s(facts.saves) or 0.0))
     if facts.unsettled >= MAX_UNSETTLED and since_s < patience_s:
         return f"{facts.unsettled} saves are still under way, the newest for {time_in_words(since_s)}"
+    if facts.now_s < facts.next_try_at_s:
+        failed = "the last save" if facts.failed_in_row == 1 else f"{facts.failed_in_row} saves in a row"
+        return f"{failed} failed, the next one is tried in {time_in_words(facts.next_try_at_s - facts.now_s)}"
     if not first.is_pressing and since_s < min_interval_s:
         return f"the last save is {since_s:.0f} s old, policy.min_interval_s is {min_interval_s:g}"
     return None

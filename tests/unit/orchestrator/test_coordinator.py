@@ -58,14 +58,14 @@ def test_an_older_attempt_s_rank_0_learns_that_it_is_over_and_attempts_only_rise
 
 
 def test_a_failed_rank_settles_its_step_without_a_commit() -> None:
-    coordinator, log, store = make()
+    coordinator, log, store = make(CheckpointConfig(), Clock())
     coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
     coordinator.deliver(receipt(store, FIRST, 10, 0))
     coordinator.report_failed(FIRST, 10, 1, "disk full")
     assert coordinator.wait_settled(10, WAIT_S)
     assert log.commits() == []
     failures = [s for s in coordinator.drain_signals() if isinstance(s, SaveFailed)]
-    assert [s.reason for s in failures] == ["rank 1: disk full"]
+    assert [(s.reason, s.next_try_in_s) for s in failures] == [("rank 1: disk full", 30.0)]
     assert coordinator.exchange(ExchangeRequest(attempt=FIRST)).settled_steps == (10,)
 
 
@@ -189,7 +189,7 @@ def test_resume_from_a_step_that_was_never_committed_names_those_that_were() -> 
 
 
 def test_a_step_that_one_rank_skipped_is_given_up_when_that_rank_delivers_a_later_one() -> None:
-    coordinator, log, store = make()
+    coordinator, log, store = make(CheckpointConfig())
     coordinator.begin_attempt(FIRST, world_size=2, base_step=0)
     coordinator.deliver(receipt(store, FIRST, 10, 0))
     coordinator.deliver(receipt(store, FIRST, 20, 0))
@@ -198,9 +198,11 @@ def test_a_step_that_one_rank_skipped_is_given_up_when_that_rank_delivers_a_late
     assert coordinator.wait_settled(20, WAIT_S)
     assert coordinator.wait_settled(10, WAIT_S)
     assert [c.step for c in log.commits()] == [20]
-    assert [(s.step, s.reason) for s in coordinator.drain_signals() if isinstance(s, SaveFailed)] == [
-        (10, "rank 1 found no free buffer for it")
-    ]
+    failed = [s for s in coordinator.drain_signals() if isinstance(s, SaveFailed)]
+    assert [(s.step, s.reason) for s in failed] == [(10, "rank 1 found no free buffer for it")]
+    coordinator.report_failed(FIRST, 30, 1, "superseded by step 40 while the store was away: StoreUnavailable: 503")
+    failed += [s for s in coordinator.drain_signals() if isinstance(s, SaveFailed)]
+    assert [s.next_try_in_s for s in failed] == [None, None], "a newer one takes their place"
 
 
 def test_a_commit_outlasts_an_outage_that_a_plan_is_told_of_and_exchange_does_not_notice() -> None:

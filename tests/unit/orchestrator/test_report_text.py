@@ -224,14 +224,14 @@ def test_an_outage_is_seen_in_the_progress_line_and_its_failed_saves_are_not_sai
     view.on_event({"event": "save_skipped", "step": 10, "reason": "two earlier saves are not settled yet"})
     view.on_event({"event": "work_at_risk", "away_s": 5.2, "at_risk_steps": 5, "at_risk_s": 4.8, "durable_step": 5})
     view.on_event({"event": "store_back", "away_s": 6.0, "saves_failed": 1, "saves_skipped": 1, "durable_step": 10})
-    view.on_event({"event": "save_failed", "step": 15, "reason": "disk full"})
+    view.on_event({"event": "save_failed", "step": 15, "reason": "disk full", "next_try_in_s": 60.0})
     view.on_event({"event": "save_skipped", "step": 20, "reason": "two earlier saves are not settled yet"})
     assert stream.getvalue().splitlines()[2:] == [
         "the store is away, training goes on: put shards/x failed: 503",
         "step 10/100 · loss 5.000 · 1 worker · committed 5 · 5 steps (5 s) at risk · STORE AWAY (5 s) · training",
         "the store has been away for 5 s: 5 steps (5 s) at risk since step 5",
         "the store is back after 6 s: the newest checkpoint is of step 10; saves meanwhile: 1 failed, 1 skipped",
-        "save of step 15 failed: disk full",
+        "save of step 15 failed: disk full; the next save is tried in 60 s at the earliest",
         "save of step 20 skipped: two earlier saves are not settled yet",
     ]
 

@@ -97,6 +97,44 @@ def test_a_pressing_policy_waits_for_no_minimum_interval_but_saves_never_pile_up
     assert one.consult(500.0) is not None
 
 
+def test_saves_that_fail_in_a_row_are_tried_after_twice_the_time_up_to_a_cap_until_one_succeeds() -> None:
+    one = desk(Says("hazard", 0.0, is_pressing=True))
+    one.take_steps([report(1)], 1.0)
+    now_s, waits = 100.0, []
+    for step in range(3, 9):
+        assert one.consult(now_s) is not None
+        one.bound(order(step, step), now_s)
+        waits.append(one.gave_up(step, failed_at_s=now_s + 10.0))
+        now_s += 10.0 + (waits[-1] or 0.0)
+        assert one.consult(now_s - 0.1) is None
+    assert waits == [20.0, 50.0, 110.0, 230.0, 290.0, 290.0], "counted from when the last one was ordered"
+    assert one.weighed is not None
+    assert one.weighed.held_back == "6 saves in a row failed, the next one is tried in 100 ms"
+    assert one.consult(now_s) is not None
+    one.bound(order(9, 9), now_s)
+    one.committed(9, COST, now_s + 1.0)
+    assert one.consult(now_s + 31.0) is not None
+    one.bound(order(10, 10), now_s + 31.0)
+    assert one.gave_up(10, failed_at_s=now_s + 32.0) == 29.0, "the row began anew"
+
+
+def test_a_save_that_a_newer_one_takes_the_place_of_and_another_world_hold_nothing_back() -> None:
+    one = desk(Says("hazard", 0.0, is_pressing=True))
+    one.take_steps([report(1)], 1.0)
+    assert one.gave_up(1) is None
+    assert one.consult(1.0) is not None
+    one.gave_up(3, failed_at_s=2.0)
+    one.begin_attempt(1, 3.0)
+    one.take_steps([report(2)], 4.0)
+    assert one.consult(4.0) is not None
+
+
+def test_where_rank_0_keeps_a_cadence_nobody_says_when_the_next_try_is() -> None:
+    one = SaveDesk(SavePolicyConfig(), CheckpointConfig(every_steps=10), total_steps=100)
+    one.begin_attempt(0, 0.0)
+    assert one.gave_up(10, failed_at_s=10.0) is None
+
+
 def test_nothing_is_ordered_where_the_last_step_saves_anyway() -> None:
     one = desk(Says("hazard", 0.0), total_steps=10)
     one.take_steps([report(7)], 100.0)

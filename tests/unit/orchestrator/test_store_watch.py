@@ -160,6 +160,16 @@ def test_failed_saves_count_in_a_row_over_attempts_and_a_commit_ends_the_row() -
     assert (facts.failed_in_row, facts.last_failure) == (1, "save of step 50, rank 1: a newer one waits")
 
 
+def test_in_a_long_silence_saves_are_asked_for_after_twice_the_time_up_to_five_minutes() -> None:
+    watch = StoreWatch()
+    watch.note(SaveFailed(attempt=ATTEMPT, step=10, reason="rank 0: StoreRefused: put k failed: denied"), 0.0)
+    asked = [now_s for now_s in range(1400) if watch.wants_save(float(now_s))]
+    assert asked == [60, 180, 420, 720, 1020, 1320]
+    watch.note(committed(20), 1400.0)
+    watch.note(delayed(30, 1.0), 1401.0)
+    assert [now_s for now_s in range(1402, 1500) if watch.wants_save(float(now_s))] == [1461]
+
+
 @pytest.mark.parametrize(("away_s", "ends"), [(None, False), (29.9, False), (30.0, False), (30.1, True)])
 def test_only_an_outage_longer_than_the_limit_ends_the_run(away_s: float | None, ends: bool) -> None:
     config = CheckpointConfig(max_outage_s=30.0)
