@@ -84,7 +84,7 @@ class _ParquetFile:
             source = pa.PythonFile(self._source(), mode="r")
             opened = pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True)
             column = opened.read_row_group(row_group, columns=["tokens"]).column("tokens")
-            tokens: Stored = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            tokens = _values(column.combine_chunks().flatten())
         except ObjectMissing as error:
             raise _missing(self._file) from error
         except (pa.ArrowException, OSError, KeyError) as error:
@@ -109,7 +109,7 @@ class _ArrowFile:
             found = opened.get_batch_with_custom_metadata(row_group)
             found.batch.validate(full=True)
             # A copy: the batch is a window into all the bytes that were read for it.
-            tokens: Stored = found.batch.column("tokens").flatten().to_numpy(zero_copy_only=False).copy()
+            tokens = _values(found.batch.column("tokens").flatten()).copy()
             saved = (found.custom_metadata or {}).get(BATCH_DIGEST, b"").decode("ascii", "replace")
         except ObjectMissing as error:
             raise _missing(self._file) from error
@@ -124,6 +124,16 @@ class _ArrowFile:
                 row_group=row_group,
             )
         return tokens
+
+
+def _values(array: pa.Array) -> Stored:
+    """As numpy, from the buffer itself: pyarrow's conversion imports pandas where that is installed, which holds the
+    first step up by half a second and leaves thousands of objects for every collection of garbage to look at."""
+    if array.null_count or not len(array) or not pa.types.is_integer(array.type):
+        converted: Stored = array.to_numpy(zero_copy_only=False)
+        return converted
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    return np.frombuffer(array.buffers()[1], dtype, count=len(array), offset=array.offset * dtype.itemsize)
 
 
 def _missing(file: DataFile) -> DataError:

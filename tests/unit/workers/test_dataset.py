@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -52,6 +54,16 @@ def test_rows_come_in_the_order_asked_across_files_and_row_groups(
     assert rows.tolist() == [[row] * 5 for row in asked]
     assert dataset.num_rows == 19
     assert TokenDataset.open(url, "validation").rows([0, 1, 2])[:, 0].tolist() == [19, 20, 21]
+
+
+@pytest.mark.parametrize("data_format", ["parquet", "arrow"])
+def test_reading_rows_imports_no_pandas(tmp_path: Path, data_format: DataFormat) -> None:
+    """Its import would fall into a World's first step, and every collection of garbage after it would be longer."""
+    write_numbered_rows(str(tmp_path), 10, data_format=data_format)
+    read = f"TokenDataset.open({str(tmp_path)!r}, 'train').rows([3, 9])"
+    code = f"import sys; from workers.dataset import TokenDataset; {read}; print('pandas' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_a_pickled_copy_reads_the_same(tmp_path: Path) -> None:
