@@ -109,8 +109,10 @@ class TrainingThread:
             self._groups.cut()
             if not _have_ended(threads, timeout_s):
                 return False
+        if self._model is None or self._model() is None:
+            return True  # the thread has collected: once more would keep all who regroup waiting for nothing
         gc.collect()
-        return self._model is None or self._model() is None
+        return self._model() is None
 
     def _check(self) -> None:
         if self._is_abandoned.is_set():

@@ -1,13 +1,16 @@
-"""What a training thread says of where it failed. No group is formed, nothing is trained."""
+"""What a training thread says of where it failed, and how it is let go. No group is formed, nothing is trained."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from storage.errors import CorruptCheckpoint
 from storage.keys import Attempt, StepKey
@@ -33,7 +36,7 @@ def thread_in(
     return TrainingThread(
         cast(Any, SimpleNamespace(model=SimpleNamespace(shard_size=None))),
         make_spec(SECOND, 1, 2, 1, restore=restore),
-        cast(Any, SimpleNamespace(device=torch.device("cpu"))),
+        cast(Any, SimpleNamespace(device=torch.device("cpu"), stager=SimpleNamespace(cancel=lambda: None))),
         worker_id="w1",
         train_loop=train_loop,
         coordinator=cast(Any, None),
@@ -78,3 +81,37 @@ def test_what_is_raised_before_the_groups_are_formed_is_not_the_loops(
         thread._train(cast(Any, None))
     cause = thread._cause(raised.value, 0)
     assert (cause.kind, cause.is_forming) == (kind, kind is CauseKind.COLLECTIVE)
+
+
+class Cycle(nn.Module):
+    """Only a collection of garbage frees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["itself"] = self
+
+
+@pytest.mark.parametrize("is_held_by_a_cycle", [False, True], ids=["gone-already", "held-by-a-cycle"])
+def test_letting_go_collects_garbage_only_where_the_model_is_still_there(
+    monkeypatch: pytest.MonkeyPatch, is_held_by_a_cycle: bool
+) -> None:
+    thread = thread_in(Phase.IDLE, None)
+    model = Cycle() if is_held_by_a_cycle else nn.Module()
+    thread._model = weakref.ref(model)
+    calls: list[None] = []
+    collect = gc.collect
+
+    def counted() -> int:
+        calls.append(None)
+        return collect()
+
+    monkeypatch.setattr("workers.training_thread.gc.collect", counted)
+    del model
+    assert thread.abandon(10.0)
+    assert len(calls) == is_held_by_a_cycle
+
+
+def test_a_model_that_somebody_holds_is_not_let_go() -> None:
+    thread, model = thread_in(Phase.IDLE, None), nn.Module()
+    thread._model = weakref.ref(model)
+    assert not thread.abandon(10.0)
