@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from storage.errors import ObjectMissing, StorageError
-from storage.keys import CONTROL, parse_request_key, reply_key, request_key
+from storage.keys import CONTROL, parse_reply_key, parse_request_key, reply_key, request_key
 from storage.object_store import ObjectStore
 
 __all__ = ["FINAL_STATES", "Reply", "ReplyState", "Request", "RequestDesk", "WishKind", "read_reply"]
@@ -136,6 +136,10 @@ class RequestDesk:
                 is_full = len(self._taken) >= _MAX_WAITING
             if nonce not in self._known and not is_full and num_bytes <= _MAX_BYTES:
                 self._deal_with(nonce)
+        for entry in listed:
+            answered = parse_reply_key(entry.key)
+            if answered is not None and answered not in sizes:  # its request is gone, perhaps its driver too
+                self._answered_at_s.setdefault(answered, self._monotonic())
         self._remove_old()
 
     def _run(self) -> None:

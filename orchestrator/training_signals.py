@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from orchestrator.loss_curvature import LossCurvature
 from orchestrator.save_facts import TrainingFacts
 from workers.contract import StepReport
-from workers.training_statistics import TrainingStatistics
 
 __all__ = ["RunningQuantile", "TrainingSignals"]
 
@@ -74,7 +74,7 @@ class TrainingSignals:
 
     def _forget_recent(self) -> None:
         """Begin the loss filter, the interval between two evaluations and the episode of pressure anew."""
-        self._statistics = TrainingStatistics()
+        self._loss_curvature = LossCurvature()
         self._variance: float | None = None
         self._norm_of_variance: float | None = None
         self._norm: float | None = None
@@ -110,8 +110,7 @@ class TrainingSignals:
         self._forget_recent()
 
     def _take_loss_and_gradient(self, report: StepReport) -> None:
-        self._statistics.add(loss=report.loss, grad_norm=report.grad_norm)
-        curvature = self._statistics.loss_curvature
+        curvature = self._loss_curvature.add(report.loss)
         if curvature is not None and (self._curvature is None or abs(curvature) > abs(self._curvature)):
             self._curvature = curvature
         is_norm_finite = math.isfinite(report.grad_norm)

@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -72,10 +72,9 @@ class MemoryShardSource:
         memory: MemorySource,
         source: StepKey,
         reach: MemoryReach,
-        open_client: Callable[[TransportAddress], RangeClient] | None = None,
     ) -> None:
         self._memory, self._source, self._node_id = memory, source, reach.node_id
-        self._open_client = reach.client if open_client is None else open_client
+        self._open_client = reach.client
         self._lock = threading.Lock()
         self._clients: dict[TransportAddress, RangeClient] = {}
         self._mappings: dict[str, mmap.mmap] = {}

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from storage.errors import CommitRefused
 from storage.keys import shard_key
 from storage.layout import LayoutFold, layout_problem
-from storage.manifest import LedgerRange, Manifest, ProbeRecord, Receipt, TensorLayout
+from storage.manifest import LedgerRange, Manifest, Receipt, TensorLayout
 from storage.replicas import ReplicaFold, ReplicasDisagree
 
 __all__ = ["StepMerge", "manifest_problem", "merge_receipts"]
@@ -75,7 +75,6 @@ class StepMerge:
         time_utc: str,
         metadata: Mapping[str, JsonValue],
         ledger: LedgerRange | None,
-        probe: ProbeRecord | None = None,
     ) -> Manifest:
         """The Manifest of the one step, Attempt and world size that all Receipts belong to.
 
@@ -106,7 +105,6 @@ class StepMerge:
             rank_states=tuple(receipt.rank_state for receipt in receipts),
             metadata=dict(metadata),
             ledger=ledger,
-            probe=probe,
             lossless_fallbacks=sum(receipt.lossless_fallbacks for receipt in receipts),
         )
 
@@ -137,13 +135,12 @@ def merge_receipts(
     time_utc: str,
     metadata: Mapping[str, JsonValue],
     ledger: LedgerRange | None,
-    probe: ProbeRecord | None = None,
 ) -> Manifest:
     """All Receipts at once. Raises CommitRefused."""
     merge = StepMerge()
     for receipt in sorted(receipts, key=lambda receipt: receipt.shard.rank):
         merge.add(receipt)
-    return merge.manifest(time_utc=time_utc, metadata=metadata, ledger=ledger, probe=probe)
+    return merge.manifest(time_utc=time_utc, metadata=metadata, ledger=ledger)
 
 
 def manifest_problem(manifest: Manifest) -> str | None:

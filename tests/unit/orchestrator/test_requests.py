@@ -169,6 +169,19 @@ def test_answered_requests_are_removed_after_a_while_and_others_are_not() -> Non
     assert [entry.key for entry in store.list(CONTROL)] == [reply_key("00000002"), request_key("00000002")]
 
 
+def test_a_reply_whose_request_and_driver_are_gone_goes_too() -> None:
+    store, now = MemoryStore("left"), [0.0]
+    left = Reply(nonce=NONCE, driver=OTHER, state="done")
+    store.put(reply_key(NONCE), left.model_dump_json().encode())
+    desk = RequestDesk(store, DRIVER, monotonic=lambda: now[0])
+    for now[0] in (1.0, 600.0):
+        desk.look()
+        assert state_of(store) == "done"
+    now[0] = 602.0
+    desk.look()
+    assert list(store.list(CONTROL)) == []
+
+
 def test_more_requests_than_the_desk_holds_wait_in_the_store() -> None:
     store = MemoryStore("many")
     for number in range(40):
