@@ -39,6 +39,7 @@ AFTER_DEADLINE_S = 3.0  # a Receipt, or a Commit, that is on its way when a node
 _QUIET_S = 3.0  # longest that starts of new workers wait for the survivors' first step
 _LAST_WORDS_S = 1.0
 _OBITUARY_S = 0.2
+_OF_ACCELERATOR = "AcceleratorError"  # torch's, which is not imported here
 _STARVED_S = 10.0  # how old a kill of the kernel may be to be the reason for a death seen now
 _BUSY_PHASES = frozenset({Phase.STARTING, Phase.IDLE, Phase.FORMING, Phase.LOADING})
 
@@ -269,13 +270,13 @@ class AttemptRun:
             group=self._group,
             living=self._living(),
             gone=frozenset(self._signs.gone),
-            hung=frozenset(hang.worker_id for hang in self._hangs) | self._starved() | self._signs.unproven | unlike,
+            hung=frozenset(hang.worker_id for hang in self._hangs) | self._spoiled() | self._signs.unproven | unlike,
             settle_s=self._config.failure.settle_s,
         )
         asked = self._ask_starved(reckoning, fenced=unlike)
         self._drain_outcomes(reckoning)
         # A peer's echo may be heard before the word of the one that ran out of memory.
-        reckoning = fence_late(reckoning, self._group, self._starved(), settle_s=self._config.failure.settle_s)
+        reckoning = fence_late(reckoning, self._group, self._spoiled(), settle_s=self._config.failure.settle_s)
         self._tick()  # what was reported last tells how far the World had come
         facts = AttemptFacts(
             outcomes=tuple(self._outcomes.values()),
@@ -303,7 +304,7 @@ class AttemptRun:
 
     def _ask_starved(self, reckoning: Reckoning, fenced: frozenset[str]) -> dict[Any, str]:
         """Questions to the nodes of workers that died there: was it the kernel, for want of memory? By worker."""
-        fenced |= {hang.worker_id for hang in self._hangs} | self._starved()
+        fenced |= {hang.worker_id for hang in self._hangs} | self._spoiled()
         home = {member.worker_id: member.node_id for member in self._world.members}
         died = [w for w in reckoning.lost_workers if w not in fenced and home[w] not in reckoning.lost_nodes]
         refs = {worker: self._group.ask_starved(worker, _STARVED_S) for worker in died}
@@ -321,12 +322,15 @@ class AttemptRun:
                 _log.debug("nobody tells why worker %s died: %s", asked[ref], type(error).__name__)
         return tuple(sorted(by_ray | by_kernel))
 
-    def _starved(self) -> frozenset[str]:
-        """Members that said they had run out of memory. Any thread of such a process may have failed for want of it,
-        and its memory is the machine's again only when it ends: a fresh one takes its place."""
-        causes = {worker: outcome.cause for worker, outcome in self._outcomes.items()}
+    def _spoiled(self) -> frozenset[str]:
+        """Members whose process is of no more use, so that a fresh one takes its place. Any thread of one that ran out
+        of memory may have failed for want of it, and its memory is the machine's again only when it ends. And after an
+        error of the accelerator itself, every later call to it in that process may fail with the same."""
+        causes = {worker: outcome.cause for worker, outcome in self._outcomes.items() if outcome.cause is not None}
         return frozenset(
-            w for w, cause in causes.items() if cause is not None and cause.kind is CauseKind.OUT_OF_MEMORY
+            worker
+            for worker, cause in causes.items()
+            if cause.kind is CauseKind.OUT_OF_MEMORY or cause.error_type == _OF_ACCELERATOR
         )
 
     def _reached_step(self) -> int | None:

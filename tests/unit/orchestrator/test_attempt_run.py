@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from orchestrator import attempt_run
 from orchestrator.attempt_run import AttemptEnd, AttemptRun, Broken, Left
@@ -22,7 +23,16 @@ from orchestrator.states import State
 from storage.keys import Attempt
 from tests.fakes.worker_groups import PaperCluster
 from workers.config import DataConfig, ModelConfig
-from workers.contract import AttemptSpec, Member, OrderKind, Outcome, OutcomeKind, World
+from workers.contract import (
+    AttemptSpec,
+    CauseKind,
+    FailureCause,
+    Member,
+    OrderKind,
+    Outcome,
+    OutcomeKind,
+    World,
+)
 
 
 class _Coordinator:
@@ -152,6 +162,41 @@ def test_a_member_that_does_not_answer_as_it_should_is_killed_before_it_counts_a
     assert killed == [{scene.worker_id} if may_live else set()]
     assert isinstance(end, Broken)
     assert end.fault.kind is FaultKind.WORKER_LOST
+
+
+@pytest.mark.parametrize(
+    ("kind", "error_type", "is_replaced"),
+    [
+        (CauseKind.OUT_OF_MEMORY, "MemoryError", True),
+        (CauseKind.USER, torch.AcceleratorError.__name__, True),
+        (CauseKind.USER, "ValueError", False),
+    ],
+)
+def test_a_process_that_its_error_has_spoiled_is_replaced_and_the_error_stays_the_cause(
+    monkeypatch: pytest.MonkeyPatch, kind: CauseKind, error_type: str, is_replaced: bool
+) -> None:
+    scene = Scene(monkeypatch)
+    cause = FailureCause(kind=kind, error_type=error_type, message="m", traceback="-", rank=0, step=8)
+    failed = Outcome(
+        attempt=scene.world.attempt,
+        worker_id=scene.worker_id,
+        rank=0,
+        kind=OutcomeKind.FAILED,
+        last_step=7,
+        cause=cause,
+    )
+    fake_ray = SimpleNamespace(exceptions=ray.exceptions, wait=lambda refs, **_: (refs, []), get=lambda _: failed)
+    monkeypatch.setattr(attempt_run, "ray", fake_ray)
+    monkeypatch.setattr(scene.group, "start_attempt", lambda *_: {object(): scene.worker_id})
+    monkeypatch.setattr(scene.group.lifelines.bell, "watch", lambda ref: ref)
+
+    def reckon(*, hung: frozenset[str], **_: Any) -> Reckoning:
+        return Reckoning(survivors=frozenset({scene.worker_id}) - hung, lost_workers=tuple(hung), lost_nodes=())
+
+    monkeypatch.setattr(attempt_run, "reckon", reckon)
+    end = scene.run()
+    assert isinstance(end, Broken)
+    assert (end.facts.lost_workers, end.fault.root) == ((scene.worker_id,) if is_replaced else (), cause)
 
 
 def test_ranks_that_left_although_nobody_here_ordered_it_bring_the_controller_where_it_can_go_on(
