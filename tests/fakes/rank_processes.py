@@ -1,7 +1,8 @@
 """Real worker processes for tests: each holds a WorkerProcess with a real Keeper of its own, driven through a pipe.
 
 Ray is not needed: process groups are gloo's, the rendezvous store is a real one in the test's process, the coordinator
-is `ScriptedCoordinator` inside rank 0. A process is reused from test to test with a new WorkerProcess in it.
+is `ScriptedCoordinator` inside rank 0. A process is reused from test to test with a new WorkerProcess in it. All are
+forked from one server that has torch and transformers already: importing them takes longer than most tests.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from typing import Any
 from storage.keys import Attempt, new_nonce
 from storage.sources import RestorePlan
 from workers.contract import AttemptSpec, Member, MemorySpec, SkippedWindow, World
-from workers.rendezvous import Rendezvous
 from workers.settings import WorkerSettings
 
 __all__ = ["Ended", "RankProcess", "Trio", "make_spec"]
 
 _CALL_S = 120.0
 _KEY = bytes(range(32))
+_PRELOADED = [
+    "workers.worker_process",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,8 @@ class RankProcess:
     """One child process. Every call waits for its answer, at most two minutes; errors of the child are raised here."""
 
     def __init__(self, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)  # as long as no other test has started that server
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
         self._process.start()
@@ -110,6 +116,8 @@ class Trio:
     """Three processes, or ``size``, and the store they meet at."""
 
     def __init__(self, size: int = 3) -> None:
+        from workers.rendezvous import Rendezvous  # loads ray, which the processes have no use for
+
         self.rendezvous = Rendezvous("127.0.0.1")
         self._number = 0
         self.processes = [RankProcess(rank) for rank in range(size)]

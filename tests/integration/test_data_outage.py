@@ -6,6 +6,7 @@ Real: OpenStack Swift, killed with SIGKILL and started again over the same files
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import boto3
@@ -57,9 +58,16 @@ def swift(tmp_path: Path, s3_env: str, monkeypatch: pytest.MonkeyPatch) -> Itera
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
         boto3.client("s3", endpoint_url=server.endpoint).create_bucket(Bucket="data")
         write_numbered_rows(URL, NUM_ROWS, validation_rows=16)
+        end_fork_server()  # loader processes get the environment that it was started in
         yield server
     finally:
+        end_fork_server()
         server.stop()
+
+
+def end_fork_server() -> None:
+    """The next process that needs one starts another."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def open_rows(split: Split = "train", deadline_s: float = 2.0) -> TokenDataset:

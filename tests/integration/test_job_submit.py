@@ -228,7 +228,8 @@ def test_a_job_whose_loop_raises_fails_and_shows_rank_and_error(jobs: Jobs, data
 def test_a_loop_named_on_the_command_line_travels_with_its_directory(jobs: Jobs, data_url: str, tmp_path: Path) -> None:
     loop = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "user-loops.md").read_text(), re.DOTALL)[1]
     folder = tmp_path / "mine"
-    run = make_run(folder, data_url, steps=8, every_steps=4, settings={"model": {"config": {}}})
+    settings: dict[str, dict[str, Any]] = {"world": {"max_workers": NUM_NODES}, "model": {"config": {}}}
+    run = make_run(folder, data_url, steps=8, every_steps=4, settings=settings)
     (folder / "my_train.py").write_text(f"import beside\n\n{loop}")
     (folder / "beside.py").write_text("")
     entrypoint = ["python", "-m", "orchestrator", "run", "run.yaml", "--loop"]

@@ -89,7 +89,8 @@ def one_rank(rank: int, world_size: int, port: int, results: Any) -> None:
 
 
 def in_a_world_of(world_size: int) -> list[tuple[float, int, float]]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once, not by every rank
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
     processes = [

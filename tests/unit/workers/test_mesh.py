@@ -60,7 +60,8 @@ def join_after_failures(rank: int, num_failures: int, port: int, results: Any) -
 
 
 def test_ranks_that_failed_to_join_unequally_often_find_each_other() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once, not by every rank
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
     processes = [context.Process(target=join_after_failures, args=(r, 2 * r, store.port, results)) for r in range(2)]
