@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 from storage.arena import Arena, Hold
 from storage.config import MemoryConfig
@@ -22,7 +22,7 @@ from storage.memory_shard import index_snapshot
 from storage.transport import ReplicaRef
 from storage.transport_client import Pace, send_replica
 
-__all__ = ["Replicator", "SendReplica"]
+__all__ = ["Replicator"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,23 +30,6 @@ _NUM_SENDERS: Final = 2
 _RETRY_S: Final = (0.2, 1.0, 5.0)  # the last for ever: buffers may be full of what has no replica, and no newer comes
 _DEADLINE_S: Final = 30.0
 _SLOWEST_BYTES_PER_S: Final = 20e6
-
-
-class SendReplica(Protocol):
-    """As storage.transport_client.send_replica."""
-
-    def __call__(
-        self,
-        address: TransportAddress,
-        key: bytes,
-        ref: ReplicaRef,
-        source_fd: int,
-        fd_bytes: int,
-        tail: bytes,
-        *,
-        pace: Pace | None,
-        deadline_s: float,
-    ) -> bool: ...
 
 
 class Replicator:
@@ -58,12 +41,8 @@ class Replicator:
         arena: Arena,
         config: MemoryConfig,
         key: Callable[[], bytes],
-        *,
-        send: SendReplica = send_replica,
-        retry_s: tuple[float, ...] = _RETRY_S,
     ) -> None:
         self._generations, self._arena, self._key = generations, arena, key
-        self._send, self._retry_s = send, retry_s
         self._bytes_per_s = config.bandwidth_bytes_per_s
         self._pace = None if self._bytes_per_s is None else Pace(self._bytes_per_s)
         self._lock = threading.Lock()
@@ -150,16 +129,8 @@ class Replicator:
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 ref = replace(ref, safe_step=self._generations.safe_step(ref.attempt))
-                self._send(
-                    peer,
-                    self._key(),
-                    ref,
-                    descriptor,
-                    ref.num_bytes,
-                    b"",
-                    pace=self._pace,
-                    deadline_s=self._deadline_s(ref.num_bytes),
-                )
+                deadline_s = self._deadline_s(ref.num_bytes)
+                send_replica(peer, self._key(), ref, descriptor, pace=self._pace, deadline_s=deadline_s)
             finally:
                 os.close(descriptor)
         finally:
@@ -173,7 +144,7 @@ class Replicator:
 
     def _note_failure(self, generation: Generation, error: Exception) -> None:
         reason = f"{generation.where}: no replica: {type(error).__name__}: {error}"
-        number, last = generation.num_failures, len(self._retry_s) - 1
-        retry_at_s = time.monotonic() + self._retry_s[min(number, last)]
+        number, last = generation.num_failures, len(_RETRY_S) - 1
+        retry_at_s = time.monotonic() + _RETRY_S[min(number, last)]
         logger.info("%s", reason)  # the driver says it, if it lasts
         self._generations.set_failed(generation, reason, retry_at_s, is_stalled=number >= last)

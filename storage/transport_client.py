@@ -88,20 +88,16 @@ def send_replica(
     key: bytes,
     ref: ReplicaRef,
     source_fd: int,
-    fd_bytes: int,
-    tail: bytes,
     *,
     pace: Pace | None,
     deadline_s: float,
     stall_s: float = STALL_S,
 ) -> bool:
-    """Carry the object, ``fd_bytes`` of the file ``source_fd`` and then ``tail``, to the Keeper at ``address``.
+    """Carry the object, the first bytes of the file ``source_fd``, to the Keeper at ``address``.
 
     True: the peer has sealed it; False: it held it already. Raises StorageError with the peer's reason when it refuses,
     StoreUnavailable when it cannot be reached, stands still for ``stall_s`` or is not done within ``deadline_s``.
     """
-    if fd_bytes + len(tail) != ref.num_bytes:
-        raise ValueError(f"{fd_bytes} and {len(tail)} bytes do not make the {ref.num_bytes} of {ref}")
     name = _name(ref.attempt, ref.step, ref.rank)
     deadline = Deadline(deadline_s)
     moving = Deadline(deadline_s, silence_s=stall_s)
@@ -111,8 +107,7 @@ def send_replica(
         channel.send(Request(body=Put.of(ref)), moving)
         reply = channel.receive(Reply, deadline)
         if reply.verdict == "go":
-            _send_file(channel.sock, source_fd, fd_bytes, moving, pace)
-            _send_tail(channel.sock, tail, moving, pace)
+            _send_file(channel.sock, source_fd, ref.num_bytes, moving, pace)
             reply = channel.receive(Reply, deadline)
     match reply.verdict:
         case "sealed":
@@ -283,15 +278,6 @@ def _send_file(sock: socket.socket, source_fd: int, num_bytes: int, moving: Dead
             if not sent:
                 raise StorageError(f"the file to send ends at byte {position}; {num_bytes} bytes were announced")
             position += sent
-
-
-def _send_tail(sock: socket.socket, tail: bytes, moving: Deadline, pace: Pace | None) -> None:
-    position = 0
-    with memoryview(tail) as view:
-        for size in _pieces(len(tail), pace, moving):
-            with view[position : position + size] as piece:
-                send_all(sock, piece, moving)
-            position += size
 
 
 def _pieces(num_bytes: int, pace: Pace | None, moving: Deadline) -> Iterator[int]:

@@ -109,7 +109,7 @@ def send(pipe: Connection, num_bytes: int, key: bytes, address: TransportAddress
     pipe.send("ready")
     while (verb := pipe.recv()) != "end":
         if verb == "send":
-            sent = send_replica(address, key, ref, source.fd, num_bytes, b"", pace=None, deadline_s=DEADLINE_S)
+            sent = send_replica(address, key, ref, source.fd, pace=None, deadline_s=DEADLINE_S)
             pipe.send(sent)
             continue
         client = ReplicaClient(address, key, RUN, deadline_s=DEADLINE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -26,7 +27,7 @@ from storage.transport_wire import (
     receive_into,
 )
 
-__all__ = ["FIRST", "KEY", "RUN", "WAIT_S", "call", "put", "ref_of", "scripted_server", "soon", "take"]
+__all__ = ["FIRST", "KEY", "RUN", "WAIT_S", "call", "file_of", "put", "ref_of", "scripted_server", "soon", "take"]
 
 KEY = bytes(range(32))
 RUN = "run"
@@ -49,9 +50,21 @@ def ref_of(content: bytes, step: int = 3) -> ReplicaRef:
 
 
 def put(address: TransportAddress, content: bytes, ref: ReplicaRef | None = None, **options: Any) -> bool:
-    """Sends straight from memory: all of it is tail."""
     options = {"deadline_s": WAIT_S, "pace": None, **options}
-    return send_replica(address, KEY, ref or ref_of(content), -1, 0, content, **options)
+    with file_of(content) as source:
+        return send_replica(address, KEY, ref or ref_of(content), source, **options)
+
+
+@contextmanager
+def file_of(content: bytes) -> Iterator[int]:
+    """An open file in memory with these bytes."""
+    source = os.memfd_create("content")
+    try:
+        os.truncate(source, len(content))
+        assert os.pwrite(source, content, 0) == len(content)
+        yield source
+    finally:
+        os.close(source)
 
 
 def soon() -> Deadline:

@@ -173,11 +173,9 @@ def test_a_file_shorter_than_announced_is_said_so(
     (tmp_path / "buffer").write_bytes(b"12345")
     source = os.open(tmp_path / "buffer", os.O_RDONLY)
     with pytest.raises(StorageError, match="ends at byte 5; 6 bytes were announced"):
-        send_replica(server.address, KEY, ref_of(b"123456"), source, 6, b"", pace=None, deadline_s=WAIT_S)
+        send_replica(server.address, KEY, ref_of(b"123456"), source, pace=None, deadline_s=WAIT_S)
     os.close(source)
     assert holder.wait_dropped(1)
-    with pytest.raises(ValueError, match="do not make"):
-        send_replica(server.address, KEY, ref_of(b"123456"), -1, 3, b"12", pace=None, deadline_s=WAIT_S)
 
 
 def test_a_fetch_goes_on_after_the_server_dropped_its_idle_connection(

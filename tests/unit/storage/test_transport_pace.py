@@ -13,6 +13,7 @@ from storage.transport import ReplicaRef
 from storage.transport_client import Pace, send_replica
 from storage.transport_server import TransportServer
 from tests.fakes.replica_holder import FakeHolder
+from tests.fakes.transport_peers import file_of
 
 KEY = bytes(32)
 FIRST = Attempt(number=1, nonce="00000001")
@@ -88,10 +89,11 @@ def test_a_replica_goes_at_the_pace_or_not_at_all() -> None:
         run_id="run", attempt=FIRST, step=1, rank=0, world_size=1, num_bytes=len(content), digest=digest128(content)
     )
     try:
-        with pytest.raises(StoreUnavailable, match="the deadline cannot be kept"):
-            send_replica(server.address, KEY, ref, -1, 0, content, pace=Pace(0.01), deadline_s=20)
-        assert holder.wait_dropped(1)
-        assert send_replica(server.address, KEY, ref, -1, 0, content, pace=pace_of(time, 1000), deadline_s=20)
+        with file_of(content) as source:
+            with pytest.raises(StoreUnavailable, match="the deadline cannot be kept"):
+                send_replica(server.address, KEY, ref, source, pace=Pace(0.01), deadline_s=20)
+            assert holder.wait_dropped(1)
+            assert send_replica(server.address, KEY, ref, source, pace=pace_of(time, 1000), deadline_s=20)
     finally:
         server.close()
     assert time.now_s == pytest.approx(100.0)

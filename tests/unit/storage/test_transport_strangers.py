@@ -29,7 +29,7 @@ from storage.transport_wire import (
     wait_for,
 )
 from tests.fakes.replica_holder import FakeHolder
-from tests.fakes.transport_peers import FIRST, KEY, RUN, WAIT_S, call, scripted_server, soon, take
+from tests.fakes.transport_peers import FIRST, KEY, RUN, WAIT_S, call, file_of, scripted_server, soon, take
 
 OTHER_KEY = bytes(32)
 CONTENT = b"what is held"
@@ -85,8 +85,8 @@ def test_without_the_key_of_the_run_nothing_is_read_or_written(
     ref = ReplicaRef(
         run_id=run_id or "x", attempt=FIRST, step=4, rank=0, world_size=1, num_bytes=4, digest=digest128(b"evil")
     )
-    with pytest.raises(StoreRefused, match="is not of run"):
-        send_replica(server.address, key, ref, -1, 0, b"evil", pace=None, deadline_s=WAIT_S)
+    with file_of(b"evil") as source, pytest.raises(StoreRefused, match="is not of run"):
+        send_replica(server.address, key, ref, source, pace=None, deadline_s=WAIT_S)
     assert holder.num_rooms == 0
     said = caplog.text + str(refused.value) + repr(refused.value)
     assert KEY.hex() not in said
