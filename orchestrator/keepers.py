@@ -48,6 +48,7 @@ class KeeperCrew:
         self._statuses: dict[str, KeeperStatus] = {}
         self._ends: dict[Any, tuple[str, Any]] = {}  # open call -> node, Keeper
         self._num_starting = 0
+        self._newest_attempt = 0
         self._is_dismissed = self._is_left_behind = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="keeper-renewal", daemon=True)
@@ -97,6 +98,12 @@ class KeeperCrew:
         if keeper is not None:
             keeper.redirect.remote(lost, address)
 
+    def fence(self, newest_attempt: int) -> None:
+        """Attempt ``newest_attempt`` trains: a Keeper without a rank of it, which no worker tells, is not to go on with
+        what older ones left to it. Each hears of it with its next renewal."""
+        with self._lock:
+            self._newest_attempt = max(self._newest_attempt, newest_attempt)
+
     def memory_errors(self) -> dict[str, str]:
         """Nodes whose newest Snapshot in memory has no replica, and why, as of the last renewal."""
         with self._lock:
@@ -130,7 +137,10 @@ class KeeperCrew:
     def _renew_all(self) -> None:
         """Renew each once, then listen until the next renewal is due. Nobody's silence delays word of another."""
         until = time.monotonic() + _RENEW_EVERY_S
-        asked = {keeper.renew.remote(KEEPER_TTL_S): (node_id, keeper) for node_id, keeper in self.handles().items()}
+        with self._lock:
+            newest = self._newest_attempt
+        keepers = self.handles().items()
+        asked = {keeper.renew.remote(KEEPER_TTL_S, newest): (node_id, keeper) for node_id, keeper in keepers}
         while not self._closed.is_set() and (left_s := until - time.monotonic()) > 0:
             with self._lock:
                 refs = [*asked, *self._ends]

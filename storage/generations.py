@@ -244,6 +244,7 @@ class Generations:
         """Why the newest of some rank of the newest Attempt has no replica."""
         with self._changed:
             newest = max((attempt.number for attempt, _ in self._lanes), default=0)
+            newest = max(newest, self._newest_attempt)  # what an Attempt that is over has not sent, nobody waits for
             errors = (lane.error for (attempt, _), lane in self._lanes.items() if attempt.number == newest)
             return next((error for error in errors if error), None)
 

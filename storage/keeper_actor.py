@@ -138,8 +138,10 @@ class KeeperActor:
     async def status(self) -> KeeperStatus:
         return await _in(self._calls, self._keeper.status)
 
-    async def renew(self, ttl_s: float) -> KeeperStatus:
+    async def renew(self, ttl_s: float, newest_attempt: int = 0) -> KeeperStatus:
+        """``newest_attempt``: its number, once it trains. A Keeper that has no rank of it would not know."""
         await _in(self._calls, self._keeper.renew, ttl_s)
+        await _in(self._calls, self._keeper.forget_attempts_before, newest_attempt)
         return await self.status()
 
     async def attend(self, coordinator_name: str, ttl_s: float, transport_key: bytes | None = None) -> None:
@@ -173,9 +175,6 @@ class KeeperActor:
 
     async def generation_receipts(self, attempt: Attempt, step: int) -> tuple[Receipt, ...]:
         return await _in(self._calls, self._keeper.generation_receipts, attempt, step)
-
-    async def forget_attempts_before(self, number: int) -> None:
-        await _in(self._calls, self._keeper.forget_attempts_before, number)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits ``timeout_s`` from the moment it has a thread: two may wait at a time, further ones wait for those."""

@@ -155,7 +155,7 @@ def test_a_receipt_reaches_a_coordinator_that_starts_only_after_the_save(site: S
 
 def test_refusals_arrive_as_errors_of_the_storage_package(site: Site) -> None:
     handle = site.keeper()
-    ray.get(handle.forget_attempts_before.remote(2), timeout=LIMIT_S)
+    ray.get(handle.renew.remote(60.0, 2), timeout=LIMIT_S)
     with pytest.raises(StorageError, match="attempt 1 is over, attempt 2 has begun") as raised:
         site.save(handle, step=1)
     assert type(raised.value) is StorageError

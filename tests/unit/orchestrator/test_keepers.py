@@ -39,8 +39,13 @@ class Keeper:
         self.is_dead = False
         self.outlast = SimpleNamespace(remote=lambda: OpenCall(self))
         self.renewed = threading.Semaphore(0)
-        self.renew = SimpleNamespace(remote=lambda _: self)
+        self.renew = SimpleNamespace(remote=self._renew)
+        self.newest_attempt = -1
         self.close = SimpleNamespace(remote=lambda: self)
+
+    def _renew(self, _: float, newest_attempt: int) -> Keeper:
+        self.newest_attempt = newest_attempt
+        return self
 
     def outcome(self) -> Any:
         if self.is_dead:
@@ -140,6 +145,20 @@ def test_a_keeper_of_a_node_that_is_gone_gets_no_successor(bench: Bench) -> None
     first.is_dead = True
     assert looked.wait(WAIT_S)
     assert bench.crew.handles() == {}
+
+
+def test_every_keeper_hears_of_the_newest_attempt_one_that_came_later_too(bench: Bench) -> None:
+    def hear(keeper: Keeper) -> int:
+        for _ in range(3):  # the second is asked for after the first was answered
+            assert keeper.renewed.acquire(timeout=WAIT_S)
+        return keeper.newest_attempt
+
+    first = bench.crew.start(NODE)
+    assert hear(first) == 0
+    bench.crew.fence(3)
+    bench.crew.fence(2)
+    later = bench.crew.start("b" * 56)
+    assert (hear(first), hear(later)) == (3, 3)
 
 
 def test_a_death_is_noticed_at_once_and_not_at_the_next_renewal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,17 @@ def test_nothing_of_an_attempt_that_is_over_is_sent_but_it_is_indexed_and_kept(l
     assert [(g.attempt, g.step) for g in ledger.whole()] == [(FIRST, 1), (SECOND, 1)]
 
 
+def test_where_no_rank_of_the_new_attempt_is_nothing_of_the_old_one_is_tried_or_told(ledger: Ledger) -> None:
+    only = ledger.seal(1)
+    assert sent(ledger) is only
+    ledger.set_failed(only, "refused: that attempt is over", retry_at_s=1.0, is_stalled=True)
+    assert ledger.error() == "refused: that attempt is over"
+    ledger.fence(2)
+    assert ledger.error() is None
+    assert not ledger._sendable(9.0)
+    assert ledger.whole() == (only,)
+
+
 def test_what_is_dropped_while_it_is_being_sent_comes_to_nothing(ledger: Ledger) -> None:
     old = ledger.seal(1)
     assert sent(ledger) is old
