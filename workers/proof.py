@@ -137,22 +137,31 @@ class Proof:
         is_ours = loss is None and not has_own_model
         return cls(settings, spec, parts, loss=mean_token_loss if is_ours else loss, is_causal_lm=not has_own_model)
 
-    def prepare(self, patience: DataPatience | None) -> None:
-        """Read the batch while the store of the data is needed anyway: a save must not have to wait for it."""
+    def prepare(self, patience: DataPatience | None, *, is_from_memory: bool = False) -> None:
+        """Before the first step. Where the step comes from memory no probe is taken now, and recovery does not wait for
+        the batch: `ready` reads it."""
         self._patience = patience
-        if self._is_on:
+        if not is_from_memory:
+            self.ready()
+
+    def ready(self) -> None:
+        """Read the batch, where that was not done, while the store of the data is needed anyway: a save must not have
+        to wait for it."""
+        if self._is_on and self._batch is None:
             data = self._settings.data
             ids = probe_rows(self._parts.dataset, seed=self._settings.seed, count=data.micro_batch)
             self._batch = self._read(ids)
 
     def take(self, state: TrainingState, step: int, *, is_pressed: bool) -> ProofRecord | None:
         """At a save to the store, all ranks. None: no probe is wanted. ``is_pressed``: a deadline leaves no time."""
-        if not self._is_on or self._batch is None:
+        if not self._is_on:
             return None
         if is_pressed:
             _log.warning("rank %d: step %d is saved without a probe: a deadline presses", self._spec.rank, step)
             return ProofRecord(skipped="it was saved under a deadline")
         began = time.monotonic()
+        self.ready()
+        assert self._batch is not None  # read by now
         loss = self._measure(state, self._batch)
         record = ProofRecord(
             loss=loss,

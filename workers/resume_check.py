@@ -47,8 +47,8 @@ class ResumeCheck:
 
         ``position``: where the stream of samples stands.
         """
-        self.proof.prepare(self._patience)
         plan, loaded = self._spec.restore, self._loaded
+        self.proof.prepare(self._patience, is_from_memory=plan is not None and plan.memory is not None)
         if plan is None or loaded is None:
             return
         restored, report = loaded

@@ -73,6 +73,8 @@ class Saving:
 
     def warm_up(self, step: int) -> None:
         """After the first step, when the optimizer's state is there and so the size of a Snapshot is known."""
+        if self._proof is not None:
+            self._proof.ready()
         if self.memory is not None:
             return  # its side thread does
         reshard(self._state.model)

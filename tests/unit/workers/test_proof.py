@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from storage.errors import ProofFailed
 from storage.keys import Attempt
-from storage.sources import MemorySource
+from storage.sources import MemorySource, RestorePlan
 from tests.fakes.rank_processes import make_spec
 from tests.fakes.small_training import OddModel, build_state, train_step
 from tests.fakes.token_datasets import write_numbered_rows
@@ -29,10 +29,12 @@ from workers.contract import CauseKind, ProofReport
 from workers.data_errors import DataError
 from workers.dataset import TokenDataset
 from workers.failure_cause import classify
+from workers.heartbeat import Pulse
 from workers.loading import WarmParts
 from workers.names import named_parameters
-from workers.probe import probe_loss, probe_rows
+from workers.probe import ProbeRows, probe_loss, probe_rows
 from workers.proof import Proof, ProofRecord, agrees, attach, read_record, tolerance_of
+from workers.resume_check import ResumeCheck
 from workers.rng import capture_rng
 from workers.snapshot import capture
 from workers.state import TrainingState
@@ -224,7 +226,6 @@ def test_other_weights_fail_the_proof(
 
 def plan_of(**changes: Any) -> Any:
     from storage.keys import StepKey
-    from storage.sources import RestorePlan
 
     attempt = Attempt(number=1, nonce="0badcafe")
     plan = RestorePlan(
@@ -337,6 +338,46 @@ def test_the_batch_is_read_once_in_a_process(parts: WarmParts, monkeypatch: pyte
     make_proof(parts)
     make_proof(parts)
     assert reads == [2]
+
+
+def test_a_step_from_memory_is_trained_on_before_the_batch_is_read(
+    state: TrainingState, parts: WarmParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    read = TokenDataset.rows
+
+    def counted(self: TokenDataset, ids: Any) -> Any:
+        reads.append(len(ids))
+        return read(self, ids)
+
+    monkeypatch.setattr(TokenDataset, "rows", counted)
+
+    def checked(plan: RestorePlan) -> Proof:
+        """The proof as it is before the first step of an Attempt with this plan, in a fresh process."""
+        fresh = replace(parts, probe_rows=ProbeRows())
+        proof = Proof(make_settings(parts.dataset.url), SPEC, fresh, loss=odd_loss, is_causal_lm=False)
+        check = ResumeCheck(
+            proof,
+            replace(SPEC, restore=plan),
+            groups=None,  # type: ignore[arg-type]
+            patience=None,  # type: ignore[arg-type]
+            pulse=Pulse(),
+            is_built_in=False,
+        )
+        check.run(state, position=0)
+        return proof
+
+    from_memory = plan_of(memory=MemorySource(manifest=b"", places=()))
+    checked(plan_of())
+    assert reads == [2], "a load from the store takes its probe at once"
+    proof = checked(from_memory)
+    assert reads == [2]
+    proof.ready()
+    assert reads == [2, 2], "no save has to wait for it"
+    assert proof.take(state, 1, is_pressed=False) is not None
+    assert reads == [2, 2]
+    unready = checked(from_memory)
+    assert unready.take(state, 1, is_pressed=False) is not None, "a save before the first step has a probe all the same"
 
 
 def test_probe_rows_are_neighbours_that_the_seed_decides(parts: WarmParts) -> None:
