@@ -91,7 +91,7 @@ class AttemptOpening:
         durable_step = self._chooser.durable_step if is_from_memory else None
         self._store.begin_attempt(restored_step, durable_step)
         self._coordinator.begin_attempt(world.attempt, world.size, restored_step, durable_step)
-        self._cluster_news.begin((member.node_id for member in world.members), self._state_bytes(world))
+        self._cluster_news.begin((member.node_id for member in world.members), self.state_bytes(world))
         if is_from_memory and cause == FaultKind.PREEMPTION.value:
             self._coordinator.submit_snapshot("after a preemption notice: what was in memory alone is to be durable")
         return self._specs(world, plan)
@@ -105,12 +105,12 @@ class AttemptOpening:
             world.members,
             nodes={node_id: node for node_id, node in self._view().nodes.items() if node_id in living},
             leaving=self._leaving(world),
-            state_bytes=self._state_bytes(world),
+            state_bytes=self.state_bytes(world),
         )
 
-    def _state_bytes(self, world: World) -> int | None:
-        facts = [self._group.worker(member.worker_id).facts for member in world.members]
-        return max((one.state_bytes for one in facts if one is not None and one.state_bytes is not None), default=None)
+    def state_bytes(self, world: World) -> int | None:
+        """Of all ranks together; None: nobody tells."""
+        return self._group.state_bytes([member.worker_id for member in world.members])
 
     def _leaving(self, world: World) -> frozenset[str]:
         """Nodes that take no replicas: those with a notice, and, where others are there, those to be given back."""

@@ -282,6 +282,11 @@ class WorkerGroup:
     def worker(self, worker_id: str) -> Worker:
         return self._workers[worker_id]
 
+    def state_bytes(self, worker_ids: Iterable[str]) -> int | None:
+        """Of the whole training state, as these say; one that was let go with its node meanwhile says nothing."""
+        facts = [self._workers[worker_id].facts for worker_id in worker_ids if worker_id in self._workers]
+        return max((one.state_bytes for one in facts if one is not None and one.state_bytes is not None), default=None)
+
     def set_members(self, worker_ids: Sequence[str]) -> None:
         for worker in self._workers.values():
             worker.is_member = worker.worker_id in worker_ids

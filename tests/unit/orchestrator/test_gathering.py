@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,20 @@ def test_shrinking_gives_the_nodes_back_once_the_smaller_world_trains(monkeypatc
     scene.sizing.want(3)
     scene.settle()
     assert len(scene.cluster.workers()) == 3
+
+
+def test_the_size_of_the_state_is_told_by_the_members_that_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0})
+    scene.train()
+    group = scene.cluster.group
+    members = [view.worker_id for view in group.views(frozenset())]
+    assert group.state_bytes(members) is None
+    for worker_id in members:
+        worker = group.worker(worker_id)
+        assert worker.facts is not None
+        worker.facts = replace(worker.facts, state_bytes=7)
+    scene.gathering.lose_node("a")
+    assert group.state_bytes(members) == 7
 
 
 def test_a_draining_node_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
