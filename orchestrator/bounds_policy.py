@@ -28,7 +28,7 @@ class BoundsPolicy:
     def opinion(self, facts: SaveFacts) -> Opinion:
         """The earlier of the two bounds, but saves do not come more often than they can be written. One slow save makes
         the next ones begin earlier, and must not keep them from coming."""
-        first_s = self._policy.deadline.first_save_s
+        first_s = self._policy.deadline.guess_s
         write_s = predicted_write_s(facts.saves, first_s=first_s)
         between_s = recent_write_s(facts.saves, first_s=first_s)
         gap_s = max(self._policy.min_interval_s, between_s, save_cost_s(facts.saves) or 0.0)

@@ -240,7 +240,7 @@ class Controller:
         if isinstance(specs, Stop):
             return specs
         self._slow_nodes.begin(world)
-        self._save_pace.begin(world.size)
+        self._save_pace.begin(world.size, self._opening.state_bytes(world))
         run = AttemptRun(
             world=world,
             group=self._group,

@@ -14,8 +14,10 @@ from workers.contract import OrderKind
 
 __all__ = [
     "BOUNDED_STORED_SHARE",
+    "COMMIT_S",
     "STEPS_TO_LEAVE",
     "DeadlineFacts",
+    "FirstSave",
     "KeepOn",
     "LeaveNow",
     "SaveForecast",
@@ -25,6 +27,8 @@ __all__ = [
 
 BOUNDED_STORED_SHARE = 0.52 / 0.83
 """Stored size of the bounded form to that of the exact one, by the limits that docs/figures.md holds both to."""
+COMMIT_S = 2.0
+"""Of a save that was not measured: small writes and listings, whatever its size."""
 _BIND_AHEAD = 2  # an Order lands two steps after the end of the one that is running
 STEPS_TO_LEAVE = 1 + _BIND_AHEAD
 """At most, from an Order until it lands: the one that is running as well."""
@@ -35,12 +39,35 @@ class SaveForecast:
     """From Snapshot to Commit, in seconds. ``bounded_s`` None: that form is not to be had, or is the usual one.
 
     ``ahead_s``: what the saves under way still take, which a rank's Keeper carries to the store before any later one.
+    ``basis``: of a guess, what it rests on.
     """
 
     full_s: float
     bounded_s: float | None
     is_measured: bool
     ahead_s: float = 0.0
+    basis: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSave:
+    """What is known of a save before any was measured. ``rank_bytes``: of one rank's Snapshot. ``replica_s``: what
+    copying it into another node's memory takes at least. None: that is not known."""
+
+    rank_bytes: float | None = None
+    replica_s: float | None = None
+
+    def forecast_s(self, config: DeadlineConfig) -> tuple[float, str]:
+        """Its time, and what that rests on. Nothing is in the store sooner than in the memory of a neighbour."""
+        if config.first_save_s is not None:
+            return config.first_save_s, "policy.deadline.first_save_s"
+        if self.rank_bytes is None and self.replica_s is None:
+            return config.guess_s, "nothing is known of it yet"
+        written_s = 0.0 if self.rank_bytes is None else self.rank_bytes / config.first_bytes_per_s
+        copied_s = self.replica_s or 0.0
+        if self.rank_bytes is None or copied_s > written_s:
+            return copied_s + COMMIT_S, f"its replica takes {copied_s:.1f} s"
+        return written_s + COMMIT_S, f"{self.rank_bytes / 1e6:.1f} MB a rank at {config.first_bytes_per_s / 1e6:g} MB/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +102,29 @@ class LeaveNow:
     why: str
 
 
-def forecast_save(saves: tuple[tuple[int, SaveTimes], ...], world_size: int, config: DeadlineConfig) -> SaveForecast:
-    """What the next save takes, by the median of ``saves``: each with the size of the World that made it.
+def forecast_save(
+    saves: tuple[tuple[int, SaveTimes], ...],
+    world_size: int,
+    config: DeadlineConfig,
+    first: FirstSave = FirstSave(),
+) -> SaveForecast:
+    """What the next save takes, by the median of ``saves``: each with the size of the World that made it; without any
+    by what else is known.
 
     A smaller World has larger Shards for each rank, which encodes and uploads them alone; a larger one is not taken to
     be faster, since the store may be what holds it up.
     """
+    basis = ""
     if not saves:
-        full_s, upload_s = config.first_save_s, config.first_save_s
+        full_s, basis = first.forecast_s(config)
+        upload_s = full_s
     else:
         scaled = [_scaled(times, max(1.0, size / world_size)) for size, times in saves]
         full_s, upload_s = sorted(scaled)[len(scaled) // 2]
     bounded_s = full_s - upload_s * (1 - BOUNDED_STORED_SHARE)
     is_allowed = config.cheaper_form == "bounded"
-    return SaveForecast(full_s=full_s, bounded_s=bounded_s if is_allowed else None, is_measured=bool(saves))
+    bounded = bounded_s if is_allowed else None
+    return SaveForecast(full_s=full_s, bounded_s=bounded, is_measured=bool(saves), basis=basis)
 
 
 def _scaled(times: SaveTimes, factor: float) -> tuple[float, float]:
@@ -126,8 +162,9 @@ def decide_deadline(facts: DeadlineFacts, config: DeadlineConfig) -> KeepOn | Le
 
 def _figures(facts: DeadlineFacts, boundary_s: float, behind_s: float, config: DeadlineConfig) -> str:
     takes = "takes" if facts.save.is_measured else "is taken to take"
+    basis = f" ({facts.save.basis})" if facts.save.basis else ""
     behind = f" after {behind_s:.1f} s behind those under way" if behind_s else ""
     return (
-        f"deadline in {facts.left_s:.1f} s, a save {takes} {facts.save.full_s:.1f} s{behind}, "
+        f"deadline in {facts.left_s:.1f} s, a save {takes} {facts.save.full_s:.1f} s{basis}{behind}, "
         f"the next boundary that an order can meet is {boundary_s:.1f} s away, margin {config.margin_s:g} s"
     )

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
+    "FIRST_SAVE_S",
     "BathtubConfig",
     "DeadlineConfig",
     "FeedbackConfig",
@@ -19,6 +20,10 @@ __all__ = [
 
 PolicyName = Literal["hazard", "instability", "best-metric", "memory-pressure"]
 """Policies that can be switched off. Bounds and deadlines always hold; a fixed cadence is set in ``checkpoint``."""
+
+
+FIRST_SAVE_S = 10.0
+"""What a save is taken to take of which nothing is known."""
 
 
 class _Settings(BaseModel):
@@ -94,7 +99,17 @@ class DeadlineConfig(_Settings):
         "bounded",
         description="where time is too short for the usual form: bounded rounds the moments within moment_bound",
     )
-    first_save_s: float = Field(10.0, gt=0, description="predicted time of a save until one was measured")
+    first_save_s: float | None = Field(
+        None, gt=0, description="predicted time of a save until one was measured; null: by what is known, else 10 s"
+    )
+    first_bytes_per_s: float = Field(
+        50e6, gt=0, description="until a save was measured: what each rank is taken to encode and upload in a second"
+    )
+
+    @property
+    def guess_s(self) -> float:
+        """Of a save of which nothing is known."""
+        return FIRST_SAVE_S if self.first_save_s is None else self.first_save_s
 
 
 class PressureConfig(_Settings):

@@ -9,6 +9,7 @@ import pytest
 from orchestrator.deadline_policy import (
     BOUNDED_STORED_SHARE,
     DeadlineFacts,
+    FirstSave,
     KeepOn,
     LeaveNow,
     SaveForecast,
@@ -19,7 +20,7 @@ from orchestrator.save_config import DeadlineConfig
 from orchestrator.save_facts import SaveTimes
 from workers.contract import OrderKind
 
-CONFIG = DeadlineConfig(margin_s=2.0, first_save_s=10.0)
+CONFIG = DeadlineConfig(margin_s=2.0)
 SAVE = SaveForecast(full_s=6.2, bounded_s=4.0, is_measured=True)
 FACTS = DeadlineFacts(left_s=18.0, save=SAVE, step_s=0.6, rest_s=0.6, look_s=0.25)
 
@@ -109,12 +110,39 @@ def test_the_bounded_form_saves_of_the_upload_what_it_stores_less(upload_s: floa
     assert save.bounded_s == pytest.approx(8.0 - upload_s * (1 - BOUNDED_STORED_SHARE))
 
 
-def test_until_a_save_was_measured_the_configuration_says_what_it_takes() -> None:
+def test_until_a_save_was_measured_the_configuration_says_what_it_takes_where_it_does() -> None:
+    configured = CONFIG.model_copy(update={"first_save_s": 7.0})
+    save = forecast_save((), 2, configured, FirstSave(rank_bytes=5e9, replica_s=130.0))
+    assert (save.full_s, save.basis) == (7.0, "policy.deadline.first_save_s")
     save = forecast_save((), 2, CONFIG)
     assert (save.full_s, save.is_measured) == (10.0, False)
     assert save.bounded_s == pytest.approx(10.0 * BOUNDED_STORED_SHARE)
     none = CONFIG.model_copy(update={"cheaper_form": "none"})
     assert forecast_save((), 2, none).bounded_s is None
+
+
+@pytest.mark.parametrize(
+    ("rank_bytes", "replica_s", "full_s", "basis"),
+    [
+        (None, None, 10.0, "nothing is known of it yet"),
+        (1e6, None, 2.02, "1.0 MB a rank at 50 MB/s"),
+        (5e9, None, 102.0, "5000.0 MB a rank at 50 MB/s"),
+        (5e9, 30.0, 102.0, "5000.0 MB a rank at 50 MB/s"),
+        (5e9, 130.0, 132.0, "its replica takes 130.0 s"),
+        (None, 3.0, 5.0, "its replica takes 3.0 s"),
+    ],
+)
+def test_until_a_save_was_measured_its_size_and_its_replica_say_what_it_takes_where_they_are_known(
+    rank_bytes: float | None, replica_s: float | None, full_s: float, basis: str
+) -> None:
+    save = forecast_save((), 2, CONFIG, FirstSave(rank_bytes=rank_bytes, replica_s=replica_s))
+    assert (save.full_s, save.is_measured, save.basis) == (full_s, False, basis)
+    chosen = decide_deadline(DeadlineFacts(left_s=500.0, save=save, step_s=1.0, rest_s=1.0), CONFIG)
+    assert isinstance(chosen, KeepOn)
+    assert chosen.for_s == 500.0 - full_s - 3.0 - 2.0
+    assert f"a save is taken to take {full_s:.1f} s ({basis}), " in chosen.why
+    measured = forecast_save(((2, times(8.0)),), 2, CONFIG, FirstSave(rank_bytes=rank_bytes, replica_s=replica_s))
+    assert (measured.full_s, measured.basis) == (8.0, "")
 
 
 def test_one_slow_save_does_not_move_what_is_usual() -> None:

@@ -6,9 +6,17 @@ import pytest
 
 from orchestrator.save_config import DeadlineConfig
 from orchestrator.save_pace import SavePace
-from orchestrator.signals import Committed, SaveBound, SaveDelayed, SaveFailed, SaveSkipped, StepFinished
+from orchestrator.signals import (
+    Committed,
+    SaveBound,
+    SaveDelayed,
+    SaveFailed,
+    SaveShare,
+    SaveSkipped,
+    StepFinished,
+)
 from storage.keys import Attempt
-from workers.contract import BoundOrder, OrderKind, StepReport
+from workers.contract import BoundOrder, OrderKind, ShareReport, StepReport
 
 ATTEMPT = Attempt(number=1, nonce="abcd1234")
 
@@ -16,7 +24,7 @@ ATTEMPT = Attempt(number=1, nonce="abcd1234")
 class Scene:
     def __init__(self, *, is_usually_bounded: bool = False) -> None:
         self.now = 0.0
-        config = DeadlineConfig(first_save_s=10.0)
+        config = DeadlineConfig()
         self.pace = SavePace(config, is_usually_bounded=is_usually_bounded, monotonic=lambda: self.now)
         self.pace.begin(2)
 
@@ -25,16 +33,38 @@ class Scene:
             SaveBound(attempt=ATTEMPT, bound=BoundOrder(number=1, kind=kind, step=step), reason="cadence")
         )
 
-    def save(self, step: int, *, write_s: float, upload_s: float = 0.0, delayed: bool = False) -> None:
+    def share(self, snapshot_bytes: int) -> None:
+        report = ShareReport(
+            step=1,
+            share=0.1,
+            extra_bytes=1,
+            snapshot_share=0.1,
+            snapshot_bytes=snapshot_bytes,
+            in_use_bytes=1,
+            is_measured=False,
+        )
+        self.pace.on_signal(SaveShare(attempt=ATTEMPT, report=report))
+
+    def save(
+        self, step: int, *, write_s: float, upload_s: float = 0.0, encode_s: float = 0.0, delayed: bool = False
+    ) -> None:
         self.finish(step)
         if delayed:
             self.pace.on_signal(SaveDelayed(attempt=ATTEMPT, step=step, rank=0, reason="away", failing_for_s=1.0))
         self.now += write_s
         self.pace.on_signal(
-            Committed(attempt=ATTEMPT, step=step, stored_bytes=1, stall_s=0.5, upload_s=upload_s, loss=None)
+            Committed(
+                attempt=ATTEMPT,
+                step=step,
+                stored_bytes=1,
+                stall_s=0.5,
+                upload_s=upload_s,
+                encode_s=encode_s,
+                loss=None,
+            )
         )
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, safe_step: int = -1) -> None:
         report = StepReport(
             step=step,
             loss=1.0,
@@ -45,6 +75,7 @@ class Scene:
             sample_chain="",
             step_s=1.0,
             finished_at_s=9e9,  # another machine's clock
+            safe_step=safe_step,
         )
         self.pace.on_signal(StepFinished(attempt=ATTEMPT, report=report))
 
@@ -76,6 +107,49 @@ def test_a_smaller_world_takes_longer() -> None:
     scene.save(1, write_s=5.0, upload_s=4.0)
     scene.pace.begin(1)
     assert scene.pace.forecast().full_s == pytest.approx(9.0)
+
+
+def test_a_smaller_world_encodes_more_as_well() -> None:
+    scene = Scene()
+    scene.save(1, write_s=5.0, encode_s=3.0)
+    scene.pace.begin(1)
+    assert scene.pace.forecast().full_s == pytest.approx(8.0)
+
+
+def test_an_outage_holds_up_every_save_that_is_under_way() -> None:
+    scene = Scene()
+    scene.bind(3)
+    scene.bind(5)
+    scene.finish(3)
+    scene.finish(5)
+    scene.pace.on_signal(SaveDelayed(attempt=ATTEMPT, step=3, rank=0, reason="away", failing_for_s=1.0))
+    scene.save(5, write_s=300.0)
+    assert not scene.pace.forecast().is_measured
+
+
+def test_before_a_save_was_measured_the_size_counts_that_workers_or_the_first_snapshot_tell() -> None:
+    scene = Scene()
+    assert scene.pace.forecast().full_s == 10.0
+    scene.pace.begin(2, 400_000_000)
+    assert scene.pace.forecast().full_s == pytest.approx(2.0 + 4.0)
+    scene.pace.begin(1)
+    assert scene.pace.forecast().full_s == pytest.approx(2.0 + 8.0)
+    scene.share(100_000_000)
+    assert scene.pace.forecast().full_s == pytest.approx(2.0 + 2.0)
+
+
+def test_before_a_save_was_measured_it_is_taken_to_last_no_shorter_than_its_replica() -> None:
+    scene = Scene()
+    scene.finish(1)
+    scene.now += 9.0
+    scene.finish(2, safe_step=1)  # two steps of one second are what it may take to hear of it
+    scene.now += 1.0
+    scene.finish(3, safe_step=1)
+    assert scene.pace.forecast().full_s == pytest.approx(2.0 + 7.0)
+    scene.pace.begin(1)
+    assert scene.pace.forecast().full_s == pytest.approx(2.0 + 14.0)
+    scene.save(4, write_s=1.5)
+    assert scene.pace.forecast().full_s == 1.5
 
 
 def test_there_is_no_cheaper_form_than_the_bounded_one() -> None:
