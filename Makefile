@@ -48,7 +48,7 @@ lint: install-dev ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint ## the same with the unit tests: two minutes
+check: lint ## the same with the unit tests: about six minutes on two cores
 	$(BIN)/python -m pytest -q tests/unit tests/architecture $(PYTEST_ARGS)
 
 format: install-dev ## apply the formatter and the safe lint fixes
