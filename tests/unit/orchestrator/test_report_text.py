@@ -7,8 +7,10 @@ import math
 
 import pytest
 
-from orchestrator.progress import RunStatus, event_line, open_progress
+from orchestrator.event_lines import event_line
+from orchestrator.progress import open_progress
 from orchestrator.report_text import duration, report_text, size, sparkline
+from orchestrator.run_status import RunStatus
 from orchestrator.summary import Event, summarize
 
 

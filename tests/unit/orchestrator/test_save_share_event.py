@@ -7,8 +7,8 @@ from typing import Any
 
 from orchestrator.committer import Committer
 from orchestrator.coordinator import Coordinator
+from orchestrator.event_lines import event_line
 from orchestrator.patient_store import PatientStore
-from orchestrator.progress import event_line
 from orchestrator.recorder import Recorder
 from orchestrator.save_config import SavePolicyConfig
 from orchestrator.signals import SaveShare

@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from orchestrator.progress import event_line, open_progress
+from orchestrator.event_lines import event_line
+from orchestrator.progress import open_progress
 from orchestrator.report_text import report_text
 from orchestrator.save_summary import SaveFold, SavesSummary, is_routine, policy_of
 from orchestrator.summary import Event, summarize

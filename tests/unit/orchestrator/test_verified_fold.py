@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.progress import RunStatus, event_line
+from orchestrator.event_lines import event_line
+from orchestrator.run_status import RunStatus
 from orchestrator.summary import summarize
 from orchestrator.verified_fold import VerifiedFold
 
