@@ -89,6 +89,7 @@ class Controller:
         self._config = config
         self._nonce = nonce
         self._group = group
+        self._crew = crew
         self._coordinator = coordinator
         self._journal = journal
         self._recorder = recorder
@@ -279,6 +280,8 @@ class Controller:
         self._cluster_news.follow()
         self._memory.follow_keepers()
         self._memory.note_errors()
+        if self._recorder.steps_this_attempt:  # before, what an older Attempt is sending may be gone on from
+            self._crew.fence(self._next_number - 1)
 
     def _part_kind(self, world: World) -> OrderKind:
         """A World that nobody may take over from must leave its last step in the store: memory goes with the driver."""
