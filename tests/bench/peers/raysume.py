@@ -32,6 +32,7 @@ Fault = Literal["kill-node", "kill-worker", "stop-worker"]
 _START_S = 240.0
 _RECOVERY_S = 120.0
 _MOST_STEPS = 10_000
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ def measure(
                 os.kill(pid, signal.SIGKILL if fault == "kill-worker" else signal.SIGSTOP)
             world_size = 3
             kill = first_after(steps, killed_at, _RECOVERY_S, world_size=world_size, look=follow.look)
+            follow.wait_told(_RECOVERY_S)
             return Recovery(**asdict(kill), tiers=follow.tiers(), phases=follow.phases())
         finally:
             if driver is not None:
@@ -112,13 +114,25 @@ class _Follower:
         ready = [e for e in self._all if e["event"] == "worker_ready" and e["node_id"] == node_id]
         return int(ready[-1]["pid"])
 
+    def wait_told(self, timeout_s: float) -> None:
+        """Until every rank of the newest Attempt has told where its state came from and what its time went into, which
+        is a moment after its first step."""
+        until = time.monotonic() + timeout_s
+        while not (self._of_newest("restored") and self._of_newest("regroup_phases")) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            self.look()
+
     def tiers(self) -> dict[str, int]:
-        restored = [event for event in self._all if event["event"] == "restored"]
-        return dict(restored[-1]["tiers"]) if restored else {}
+        return dict(self._of_newest("restored").get("tiers", {}))
 
     def phases(self) -> dict[str, float]:
-        found = [event for event in self._all if event["event"] == "regroup_phases"]
-        return {k: v for k, v in found[-1].items() if k.endswith("_s") and k != "t_s"} if found else {}
+        told = self._of_newest("regroup_phases")
+        return {key: value for key, value in told.items() if key.endswith("_s") and key != "t_s"}
+
+    def _of_newest(self, name: str) -> dict[str, Any]:
+        """That event of the newest Attempt, empty while there is none."""
+        newest = max((event["attempt"] for event in self._all if event["event"] == "attempt_started"), default=0)
+        return next((e for e in self._all if e["event"] == name and e["attempt"] == newest), {})
 
 
 def _train_mlp(session: Session) -> None:
