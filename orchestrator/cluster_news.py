@@ -18,7 +18,11 @@ _EVERY_S = 60.0  # ages and exposure grow all the time, and no policy minds a mi
 
 
 class ClusterNews:
-    """One per driver. ``tell``: the coordinator's `tell_cluster`; ``view``: the newest picture of the nodes."""
+    """One per driver. ``tell``: the coordinator's `tell_cluster`; ``view``: the newest picture of the nodes.
+
+    ``hands_over``: whether the World would part into memory for a preemption notice. Then it does so at once, and no
+    save policy has anything to say of it.
+    """
 
     def __init__(
         self,
@@ -26,12 +30,14 @@ class ClusterNews:
         history: FailureHistory,
         view: Callable[[], ClusterView],
         tell: Callable[[ClusterFacts], None],
+        hands_over: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._history = history
         self._view = view
         self._tell = tell
+        self._hands_over = hands_over
         self._clock = clock
         self._wall_clock = wall_clock
         self._nodes: frozenset[str] = frozenset()
@@ -53,10 +59,11 @@ class ClusterNews:
             self._say(deadlines)
 
     def _deadlines(self) -> dict[str, float]:
-        """Of the World's nodes with a preemption notice; 0: the notice does not say."""
+        """Of the World's nodes with a preemption notice that memory does not cover; 0: the notice does not say."""
         nodes = self._view().nodes
         known = {node_id: nodes[node_id].drain_deadline_at_s for node_id in self._nodes if node_id in nodes}
-        return {node_id: at_s for node_id, at_s in sorted(known.items()) if at_s is not None}
+        deadlines = {node_id: at_s for node_id, at_s in sorted(known.items()) if at_s is not None}
+        return {} if deadlines and self._hands_over() else deadlines
 
     def _say(self, deadlines: dict[str, float]) -> None:
         self._history.note_nodes(self._view().living())

@@ -99,7 +99,10 @@ class Controller:
         self._state = State.GATHERING
         self._history = FailureHistory(totals_from(journal.entries, trained_until_s=trained_until_s))
         self._num_nodes = 0
-        self._cluster_news = ClusterNews(history=self._history, view=watcher.view, tell=coordinator.tell_cluster)
+        self._world: World | None = None  # the newest
+        self._cluster_news = ClusterNews(
+            history=self._history, view=watcher.view, tell=coordinator.tell_cluster, hands_over=self._hands_over
+        )
         self._sizing = Sizing(config, recorder, journal.entries)
         recorder.listen(self._sizing.pace.on_signal)
         is_bounded = config.checkpoint.fidelity == "bounded"
@@ -236,7 +239,7 @@ class Controller:
                 Member(rank=rank, worker_id=view.worker_id, node_id=view.node_id) for rank, view in enumerate(members)
             ),
         )
-        self._num_nodes = len({member.node_id for member in world.members})
+        self._world, self._num_nodes = world, len({member.node_id for member in world.members})
         specs = self._opening.open(world, cause, before)
         if isinstance(specs, Stop):
             return specs
@@ -290,6 +293,9 @@ class Controller:
         if len(staying) < self._sizing.world.min_workers or self._aftermath.is_next_preemption_last:
             return OrderKind.LEAVE
         return self._memory.leave_kind(world.members, draining)
+
+    def _hands_over(self) -> bool:
+        return self._world is not None and self._part_kind(self._world) is OrderKind.PART
 
     def _end(self, stop: Stop, end: AttemptEnd | None, *, is_unsaved: bool) -> RunEnd:
         self._store.take_signals()

@@ -117,7 +117,7 @@ class Coordinator:
     def tell_cluster(self, facts: ClusterFacts) -> None:
         """What the driver knows of failures and nodes: at the start of an Attempt and when it changes."""
         with self._lock:
-            self._desk.tell_cluster(facts)
+            self._desk.tell_cluster(facts, self._monotonic())
 
     def submit_leave(self, reason: str, kind: OrderKind = OrderKind.LEAVE) -> int:
         """Order all ranks to snapshot and leave as soon as they can; returns the Order's number.

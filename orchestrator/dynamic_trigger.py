@@ -95,9 +95,9 @@ class DynamicTrigger:
 
     def due(self, step: int) -> str | None:
         del step  # a wish is for the next boundary, whichever that is
-        desk = self._own_desk
-        desk.tell_cluster(self._cluster())
-        wish = desk.consult(self._clock())
+        desk, now_s = self._own_desk, self._clock()
+        desk.tell_cluster(self._cluster(), now_s)
+        wish = desk.consult(now_s)
         return None if wish is None else wish.reason
 
     def began(self, step: int) -> None:

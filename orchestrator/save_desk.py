@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from orchestrator.notice_policy import NoticePolicy
 from orchestrator.save_backoff import SaveBackoff
 from orchestrator.save_config import SavePolicyConfig
 from orchestrator.save_facts import (
@@ -90,6 +91,9 @@ class SaveDesk:
         )
         self._feedback: ThresholdSource = threshold or ThresholdFeedback(policy.feedback)
         self._offset = self._told_offset = 0.0
+        self._deadline, self._on_notice = policy.deadline, NoticePolicy(policy.deadline)
+        self._noticed_at_s: float | None = None
+        self._deadline_at_s: float | None = None
         self._cluster = ClusterFacts(num_nodes=1)
         self._saves: deque[SaveTimes] = deque(maxlen=_KEPT_SAVES)
         self._bests: deque[tuple[int, float]] = deque(maxlen=_KEPT_BESTS)
@@ -127,6 +131,7 @@ class SaveDesk:
         self._under_way.clear()
         self._over.clear()
         self._backoff.reset()
+        self._noticed_at_s = self._deadline_at_s = None
         self._training = self._wish = None
         while self._bests and self._bests[-1][0] > base_step:
             self._bests.pop()
@@ -135,8 +140,15 @@ class SaveDesk:
 
     # -- what it is told --------------------------------------------------------------------------------------------
 
-    def tell_cluster(self, facts: ClusterFacts) -> None:
+    def tell_cluster(self, facts: ClusterFacts, now_s: float) -> None:
         self._cluster = facts
+        left_s = [notice.deadline_in_s for notice in facts.notices]
+        known_s = [one_s for one_s in left_s if one_s is not None]
+        if not left_s:
+            self._noticed_at_s = None
+        elif self._noticed_at_s is None:
+            self._noticed_at_s = now_s
+        self._deadline_at_s = now_s + min(known_s) if known_s and len(known_s) == len(left_s) else None
 
     def take_steps(self, reports: Sequence[StepReport], now_s: float) -> None:
         """Finished steps in order, the newest of them a moment ago. What was heard before is passed over."""
@@ -241,7 +253,9 @@ class SaveDesk:
         """A save to order now. None while one that was wished is not bound, and before an Attempt's first step."""
         if self._wish is not None or self._newest_step == self._began.step:
             return None
-        weighed = weigh(self.facts(now_s), self._policies, min_interval_s=self._min_interval_s)
+        facts = self.facts(now_s)
+        asked = self._policies if facts.noticed_at_s is None else (*self._policies, self._on_notice)
+        weighed = weigh(facts, asked, min_interval_s=self._min_interval_s, deadline=self._deadline)
         self.weighed, self._wish = weighed, weighed.wish
         if weighed.wish is not None or weighed.step - self._told_step >= self._every_steps:
             self._told_step = weighed.step
@@ -276,6 +290,8 @@ class SaveDesk:
             saved_best_step=self._saved_best_step(),
             failed_in_row=self._backoff.in_row,
             next_try_at_s=self._backoff.next_try_at_s,
+            noticed_at_s=self._noticed_at_s,
+            deadline_at_s=self._deadline_at_s,
         )
 
     def _saved_best_step(self) -> int | None:

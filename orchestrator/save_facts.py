@@ -55,7 +55,7 @@ class ClusterFacts:
     ``faults``: losses of nodes, workers or the driver that came without a notice, over all drivers of the Run, and
     ``preemptions`` those with one; ``survived``: after how many of the faults the Run went on from memory;
     ``exposure_node_s``: node-seconds of training in which they came. ``node_ages_s``: of the World's nodes, since they
-    were first seen. ``state_bytes`` None: not known yet.
+    were first seen. ``notices``: those that memory does not cover. ``state_bytes`` None: not known yet.
     """
 
     num_nodes: int
@@ -102,7 +102,8 @@ class SaveFacts:
     memory that the Attempt began with. ``last_save_*``: the newest save that was bound, or where the Attempt began.
     ``step_s`` None: fewer than two steps were finished. ``saves``: of this driver, newest last. ``best_step``: of the
     best evaluation so far; ``saved_best_step`` the newest such step that a save has covered. ``failed_in_row``: saves
-    that failed since the last Commit; the next is not tried before ``next_try_at_s``.
+    that failed since the last Commit; the next is not tried before ``next_try_at_s``. ``noticed_at_s``: when the first
+    preemption notice of the Attempt was told, None: none is pending; ``deadline_at_s``: the earliest, None: unknown.
     """
 
     now_s: float
@@ -125,6 +126,8 @@ class SaveFacts:
     saved_best_step: int | None = None
     failed_in_row: int = 0
     next_try_at_s: float = -math.inf
+    noticed_at_s: float | None = None
+    deadline_at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,10 +209,12 @@ class Told:
         self.clock = clock
         self.facts: list[ClusterFacts] = []
         self.deadlines: dict[str, float | None] = {"a": None, "b": None}
+        self.hands_over = False
         self.news = ClusterNews(
             history=history_of(clock),
             view=self._view,
             tell=self.facts.append,
+            hands_over=lambda: self.hands_over,
             clock=clock.monotonic,
             wall_clock=clock.unix,
         )
@@ -247,6 +249,17 @@ def test_the_coordinator_is_told_at_the_beginning_when_a_notice_comes_and_each_m
     assert len(told.facts) == 3
     assert told.facts[-1].notices == (Notice(node_id="a", deadline_in_s=60.0),)
     assert told.facts[-1].node_ages_s == (90.0,)
+
+
+def test_a_notice_that_memory_covers_is_told_once_it_does_not_any_more() -> None:
+    clock = Clock()
+    told = Told(clock)
+    told.hands_over = True
+    told.deadlines["a"] = clock.unix() + 120.0
+    told.news.begin(["a"], state_bytes=5)
+    told.hands_over = False
+    told.news.follow()
+    assert [facts.notices for facts in told.facts] == [(), (Notice(node_id="a", deadline_in_s=120.0),)]
 
 
 def test_a_notice_without_a_deadline_is_told_as_one() -> None:
