@@ -6,6 +6,7 @@ environment.
 
 from __future__ import annotations
 
+import logging
 import sys
 from datetime import timedelta
 from typing import Any
@@ -19,15 +20,19 @@ from torch.distributed.tensor import _random
 
 __all__ = ["REPLICA_DIM", "SHARD_DIM", "fitting_shard_size", "join_group", "leave_group", "world_mesh"]
 
+_log = logging.getLogger(__name__)
 REPLICA_DIM = "replica"
 SHARD_DIM = "shard"
 
 
 def join_group(store: Store, *, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
     """Make the default group of this process. ``store`` must be fresh for the Attempt (a PrefixStore of its label)."""
-    if dist.is_initialized():
-        raise RuntimeError("a process group of an earlier Attempt is still open: leave it first")
-    _forget_groups()
+    if dist.is_initialized():  # what was to close it was struck just before: nobody uses it any more
+        _log.warning("a process group of an earlier Attempt was still open; it is closed now")
+    try:
+        leave_group()
+    except (RuntimeError, ValueError, AssertionError) as error:
+        _log.warning("a process group of an earlier Attempt is forgotten, since it could not be closed: %s", error)
     excepthook = sys.excepthook
     try:
         dist.init_process_group(

@@ -117,6 +117,12 @@ def test_a_join_that_failed_behind_its_group_leaves_none(monkeypatch: pytest.Mon
     assert_world_of_one()
 
 
+def test_a_group_that_an_earlier_attempt_left_open_does_not_forbid_the_next() -> None:
+    join_alone()
+    dist.new_group()
+    assert_world_of_one()
+
+
 def test_a_first_random_draw_of_sharded_tensors_is_the_first_again() -> None:
     """Making torch's tracker is a collective: a fresh process makes it, so one that trained before must as well."""
     join_alone()
