@@ -18,10 +18,11 @@ from typing import Final
 from storage.arena import Arena
 from storage.config import CheckpointConfig
 from storage.direct_io import DiskFull
-from storage.errors import StorageError, StoreRefused, StoreUnavailable
+from storage.errors import StoreRefused, StoreUnavailable
 from storage.frames import ShardSink
 from storage.keeper_protocol import KeeperStatus, ReceiptSink, SealedSnapshot
 from storage.lanes import Lanes, Shipment, Stage
+from storage.lenient_spool import LenientSpool
 from storage.manifest import Receipt
 from storage.object_store import ObjectStore
 from storage.outbox import DelayNotice, Outbox, OutboxMessage
@@ -57,7 +58,8 @@ class Shipper:
         resend_s: tuple[float, float],
         retry_s: tuple[float, float],
     ) -> None:
-        self._store, self._config, self._arena, self._spool, self._clock = store, config, arena, spool, clock
+        self._store, self._config, self._arena, self._clock = store, config, arena, clock
+        self._spool = LenientSpool(spool, self._note_error)
         self._outbox = Outbox(
             sink,
             self._note_error,
@@ -71,7 +73,6 @@ class Shipper:
         self._health = StoreHealth(*retry_s)
         self._oldest_attempt = 0
         self._last_error: str | None = None
-        self._has_said_no_disk = False
         self._is_closed = False
         self._pool = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 4)), thread_name_prefix="keeper-encode")
         self._take_up_what_was_left()
@@ -90,7 +91,7 @@ class Shipper:
             step=snapshot.step,
             rank=snapshot.rank,
             snapshot=snapshot,
-            in_memory=self._spool is None,
+            in_memory=not self._spool.is_there,
         )
         with self._changed:
             self._lanes.add(shipment)
@@ -118,8 +119,8 @@ class Shipper:
         return self._outbox.drain(until - time.monotonic())
 
     def status(self) -> KeeperStatus:
-        arena_bytes, unacknowledged = self._arena.used_bytes, self._outbox.num_pending
-        spool_bytes = 0 if self._spool is None else self._spool.used_bytes
+        arena_bytes, spool_bytes = self._arena.used_bytes, self._spool.used_bytes
+        unacknowledged = self._outbox.num_pending
         with self._changed:
             return KeeperStatus(
                 in_flight=self._lanes.num_in_flight,
@@ -145,12 +146,11 @@ class Shipper:
             thread.join(max(0.0, until - time.monotonic()))
         is_idle = not any(thread.is_alive() for thread in self._threads)
         self._pool.shutdown(wait=is_idle, cancel_futures=True)
-        if self._spool is not None:
-            self._spool.close(remove=not (keep_unsent and self._spool.has_unsent))
+        self._spool.close(keep_unsent=keep_unsent)
 
     def _take_up_what_was_left(self) -> None:
         """Go on where a Keeper before this one was killed; all but the newest Attempt it knew is over."""
-        entries = () if self._spool is None else self._spool.entries()[-_MOST_LEFT:]
+        entries = self._spool.entries()[-_MOST_LEFT:]
         newest = max((entry.receipt.attempt.number for entry in entries), default=0)
         for entry in entries:
             receipt = entry.receipt
@@ -208,23 +208,17 @@ class Shipper:
 
     def _write(self, shipment: Shipment) -> SpoolEntry | None:
         """The Shard on the local disk; None when it has to go through memory."""
-        snapshot, spool = shipment.snapshot, self._spool
+        snapshot, write = shipment.snapshot, partial(self._encode, shipment)
         assert snapshot is not None
-        assert spool is not None
         while True:
             try:
-                entry = spool.add(key_of(snapshot), most_bytes(snapshot), partial(self._encode, shipment))
-                self._has_said_no_disk = False
-                return entry
+                return self._spool.add(key_of(snapshot), most_bytes(snapshot), write, where=shipment.where)
             except DiskFull as error:
                 older = self._take_older(shipment)
                 if older is None:
-                    self._say_no_disk(shipment, error)
+                    self._spool.say_no_disk(shipment.where, error)
                     return None
                 self._give_up(older, f"superseded by step {shipment.step}: {error}", is_superseded=True)
-            except StorageError as error:
-                self._say_no_disk(shipment, error)
-                return None
 
     def _encode(self, shipment: Shipment, sink: ShardSink) -> Receipt:
         """To ``sink``, and to the store at the same time where that delays nothing older."""
@@ -247,12 +241,6 @@ class Shipper:
             if older is not None:
                 older.stage = Stage.ENCODING  # nobody else may take it up now
             return older
-
-    def _say_no_disk(self, shipment: Shipment, error: StorageError) -> None:
-        if not self._has_said_no_disk:
-            logger.warning("%s: kept in memory until it is uploaded: %s", shipment.where, error)
-        self._has_said_no_disk = True
-        self._note_error(f"local disk: {error}")
 
     def _to_store(self, shipment: Shipment) -> None:
         with self._changed:
@@ -287,10 +275,9 @@ class Shipper:
         receipt = shipment.receipt
         if shipment.content is not None:
             return self._put(shipment, receipt, shipment.content.view())
-        assert self._spool is not None
         with self._spool.open(receipt.shard.key) as data:
             receipt = self._put(shipment, receipt, data)
-        self._on_disk(lambda spool: spool.mark_uploaded(receipt.shard.key, receipt))
+        self._spool.mark_uploaded(receipt.shard.key, receipt)
         return receipt
 
     def _put(self, shipment: Shipment, receipt: Receipt, data: memoryview) -> Receipt:
@@ -369,8 +356,7 @@ class Shipper:
         if shipment.snapshot is not None:
             self._arena.release(shipment.snapshot.lease_id)
         if shipment.receipt is not None and shipment.content is None and not keep_file:
-            key = shipment.receipt.shard.key
-            self._on_disk(lambda spool: spool.drop(key))
+            self._spool.drop(shipment.receipt.shard.key)
         shipment.content = None
 
     def _is_over(self, shipment: Shipment) -> bool:
@@ -380,19 +366,8 @@ class Shipper:
         return shipment.attempt.number < self._oldest_attempt
 
     def _note_acknowledged(self, message: OutboxMessage) -> None:
-        receipt = message.receipt
-        if receipt is not None:
-            self._on_disk(lambda spool: spool.mark_acknowledged(receipt.shard.key))
-
-    def _on_disk(self, change: Callable[[Spool], None]) -> None:
-        """A trouble of the disk here costs at most a second upload or a file: never the Shard, which is elsewhere."""
-        if self._spool is None:
-            return
-        try:
-            change(self._spool)
-        except (OSError, StorageError) as error:
-            logger.warning("local disk: %s", error)
-            self._note_error(f"local disk: {error}")
+        if message.receipt is not None:
+            self._spool.mark_acknowledged(message.receipt.shard.key)
 
     def _note_error(self, text: str) -> None:
         with self._changed:
