@@ -11,10 +11,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, assert_never
+from typing import assert_never
 
 from orchestrator.committer import CommittedStep, Committer
+from orchestrator.committer_thread import CommitterThread
 from orchestrator.order_book import OrderBook
 from orchestrator.patient_store import PatientStore
 from orchestrator.pending_saves import MAX_WHOLE, SUPERSEDED, PendingSaves
@@ -40,7 +40,7 @@ from orchestrator.signals import (
 from orchestrator.slow_saves import SlowSave, SlowSaves
 from orchestrator.step_book import StepBook
 from storage.config import CheckpointConfig
-from storage.errors import CommitRefused, StorageError, StoreUnavailable
+from storage.errors import CommitRefused, StorageError
 from storage.keys import LEASES, Attempt, StepKey
 from storage.manifest import Receipt
 from storage.replicas import Disagreement, ReplicasDisagree
@@ -50,8 +50,6 @@ from workers.contract import BoundOrder, ExchangeReply, ExchangeRequest, OrderKi
 __all__ = ["Coordinator"]
 
 _log = logging.getLogger(__name__)
-PLAN_S = 540.0  # reading the commit log and one Manifest, retries of the store included
-_LOOK_S = 0.5  # how often a call that waits behind a Commit looks whether the store is away
 _CHECK_S = 10.0
 _REPEAT_S = 1.0  # the same delay is passed on at most once in this time
 _MAX_SIGNALS = 20_000  # the controller drains several times a second; past this the oldest step reports are dropped
@@ -83,7 +81,7 @@ class Coordinator:
         self._orders = OrderBook(total_steps)
         self._steps = StepBook()
         self._desk = SaveDesk(policy, config, total_steps=total_steps)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="committer")
+        self._thread = CommitterThread(committer, store, monotonic)
 
     # -- the controller's calls -------------------------------------------------------------------------------------
 
@@ -103,7 +101,7 @@ class Coordinator:
             self._steps.begin(base_step)
             self._desk.begin_attempt(base_step, self._monotonic(), durable_step)
             self._pending.begin(world_size)
-            self._executor.submit(self._sweep_dead, attempt)
+            self._thread.submit(self._sweep_dead, attempt)
             self._slow.forget_all()
             self._delays.clear()
             self._lock.notify_all()
@@ -170,23 +168,11 @@ class Coordinator:
 
         Raises StoreUnavailable while a Commit waits for the store, whose step the plan would miss: ask again.
         """
-        # On the committer thread: behind every Commit under way, and never beside a deletion.
-        chosen = self._executor.submit(self._committer.choose_plan, attempt, step, allow_partial, url)
-        self._await_turn(chosen)
-        plan, quarantined = chosen.result(timeout=_LOOK_S)
+        plan, quarantined = self._thread.choose_plan(attempt, step, allow_partial, url)
         with self._lock:
             for key, object_key, reason in quarantined:
                 self._signals.append(Quarantined(attempt=attempt, step=key.step, key=object_key, reason=reason))
         return plan
-
-    def _await_turn(self, chosen: Future[Any]) -> None:
-        deadline = self._monotonic() + PLAN_S
-        while not wait([chosen], timeout=_LOOK_S).done:
-            reason = self._store.trouble
-            if reason is None and self._monotonic() >= deadline:
-                reason = f"no answer within {PLAN_S:g} s"
-            if reason is not None and chosen.cancel():
-                raise StoreUnavailable("choose a restore plan from", "commits/", f"waiting behind a Commit: {reason}")
 
     def check_store(self) -> None:
         """Ask the store for a short listing. Raises StoreUnavailable."""
@@ -201,10 +187,7 @@ class Coordinator:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Finish what the committer thread holds, but wait for no store."""
-        self._store.close()
-        done = self._executor.submit(lambda: None)
-        done.result(timeout=timeout_s)
-        self._executor.shutdown(wait=False)
+        self._thread.close(timeout_s)
 
     # -- rank 0's call ----------------------------------------------------------------------------------------------
 
@@ -288,7 +271,7 @@ class Coordinator:
             for step in self._pending.overtaken_by(receipt):
                 self._give_up(attempt, step, f"rank {receipt.shard.rank} found no free buffer for it")
             if is_whole:
-                self._executor.submit(self._commit, attempt, self._base_step, receipt.step)
+                self._thread.submit(self._commit, attempt, self._base_step, receipt.step)
                 self._bound_waiting(attempt)
         return True
 
