@@ -273,11 +273,18 @@ class Aftermath:
             self._doubt_processes(end)
         if is_outage(end.fault) and isinstance(decision, Regroup):
             return self._store.loading_failed(end.fault.detail) or decision
-        if isinstance(decision, Stop) and not end.facts.lost_nodes and self._coordinator.pending():
-            # All that a later driver can go on from: a save that every rank handed over is worth a moment.
-            self._store.wait_settled(None, _LAST_SAVE_S)
-            self._store.take_signals()
+        if isinstance(decision, Stop) and not end.facts.lost_nodes:
+            self._await_last_save(end)
         return decision
+
+    def _await_last_save(self, end: Broken) -> None:
+        """All that a later driver can go on from: a save that every rank handed over is worth a moment. One of a later
+        step than a rank failed in is never handed over by that rank."""
+        root = end.fault.root
+        possible = [step for step in self._coordinator.pending() if root is None or step <= root.step]
+        if possible:
+            self._store.wait_settled(max(possible), _LAST_SAVE_S)
+            self._store.take_signals()
 
     def _doubt_processes(self, end: Broken) -> None:
         steps = self._recorder.steps_this_attempt

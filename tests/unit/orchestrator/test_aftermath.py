@@ -304,6 +304,25 @@ def test_a_step_or_a_loss_in_between_clears_the_processes(kind: FaultKind, steps
     assert scene.replaced == []
 
 
+@pytest.mark.parametrize(
+    ("failed_in", "pending", "looks"),
+    [(12, {10, 15}, 3), (8, {10, 15}, 0), (10, {10}, 3), (None, {10, 15}, 3), (12, set(), 0)],
+)
+def test_who_ends_for_an_error_waits_for_a_save_alone_that_all_ranks_can_have_handed_over(
+    failed_in: int | None, pending: set[int], looks: int
+) -> None:
+    scene = Scene(max_user_errors=0)
+    scene.missing = dict.fromkeys(pending, (0,))
+    root = None
+    if failed_in is not None:
+        root = FailureCause(
+            kind=CauseKind.USER, error_type="ValueError", message="a bad row", traceback="", rank=1, step=failed_in
+        )
+    fault = Fault(kind=FaultKind.USER_ERROR, detail="a bad row", root=root)
+    assert isinstance(scene.aftermath.after(Broken(fault=fault, facts=AttemptFacts(), detected_at_s=0.0), None), Stop)
+    assert scene.looks == looks
+
+
 def test_a_run_that_ends_replaces_nobody() -> None:
     scene = Scene(max_infrastructure=1)
     break_world(scene, FaultKind.COLLECTIVE, 0)
