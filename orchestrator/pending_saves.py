@@ -14,6 +14,7 @@ MAX_WHOLE = 3  # saves whose Commit waits for the store
 SUPERSEDED = "superseded by step"
 """So the reason of a save begins, Keepers' too, that was given up for a newer one, which is kept: nothing failed."""
 _MAX_UNDER_WAY = 8  # where Receipts of some ranks do not come at all, the others' must not gather without end
+_MAX_REMEMBERED = 1024  # news that come again are of the last moments, and what is asked for is of the last save
 _MAX_SETTLED = 64  # rank 0 has few unsettled saves; the tail of settled steps is all that it can still ask for
 
 
@@ -39,7 +40,7 @@ class PendingSaves:
         """Ranks were told to save ``step``. False when that was known before."""
         if step in self._bound:
             return False
-        self._bound.add(step)
+        _remember(self._bound, step)
         if step not in self._settled:
             self._merges.setdefault(step, StepMerge())
         return True
@@ -76,7 +77,7 @@ class PendingSaves:
         return tuple(partial[: max(0, len(self._merges) - _MAX_UNDER_WAY)])
 
     def settle_committed(self, step: int) -> None:
-        self.committed.add(step)
+        _remember(self.committed, step)
         self._settle(step)
 
     def give_up(self, step: int) -> bool:
@@ -103,3 +104,10 @@ class PendingSaves:
             step: tuple(rank for rank in range(self._world_size) if rank not in merge)
             for step, merge in self._merges.items()
         }
+
+
+def _remember(steps: set[int], step: int) -> None:
+    """An Attempt may last for months and save all the time: only the newest steps are kept."""
+    steps.add(step)
+    if len(steps) > _MAX_REMEMBERED:
+        steps.remove(min(steps))
