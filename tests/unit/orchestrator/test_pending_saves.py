@@ -12,5 +12,5 @@ def test_an_attempt_that_saves_all_the_time_keeps_its_newest_saves_alone() -> No
         assert saves.expect(step)
         assert not saves.expect(step), "heard of twice"
         saves.settle_committed(step)
-    assert (4990 in saves.committed, 10 in saves.committed, saves.num_unsettled) == (True, False, 0)
+    assert (4990 in saves.committed, 10 in saves.committed, saves.is_settled(None)) == (True, False, True)
     assert max(len(value) for value in vars(saves).values() if hasattr(value, "__len__")) <= 1024
