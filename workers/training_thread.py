@@ -68,6 +68,8 @@ class TrainingThread:
         self._outcome: Outcome | None = None
         self._last_step = 0
         self._model: weakref.ref[nn.Module] | None = None
+        # Never one that trained before: torch's caches of sharded tensors' operations are a thread's own, and what they
+        # give holds the mesh, and by that the rank, of the time when they were filled.
         name = f"train-{spec.attempt.label}-rank-{spec.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import threading
 from typing import Any, cast
 
 import pytest
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import _random
+from torch.distributed.tensor import DTensor, Shard, _random
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from workers.config import ModelConfig
-from workers.mesh import fitting_shard_size, join_group, leave_group
+from workers.mesh import fitting_shard_size, join_group, leave_group, world_mesh
 
 CPU = torch.device("cpu")
 
@@ -121,6 +123,25 @@ def test_a_group_that_an_earlier_attempt_left_open_does_not_forbid_the_next() ->
     join_alone()
     dist.new_group()
     assert_world_of_one()
+
+
+def test_what_is_made_of_sharded_tensors_knows_the_rank_of_its_own_attempt() -> None:
+    """As Attempts are: each in a thread of its own, in one process whose rank changes."""
+    ranks = []
+
+    def train(rank: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        weight = DTensor.from_local(torch.ones(3), world_mesh(CPU), [Shard(0)], run_check=False)
+        for made in (torch.zeros_like(weight), weight * 2, weight.sum()):
+            assert isinstance(made, DTensor)
+            ranks.append(made.device_mesh.get_coordinate())
+        leave_group()
+
+    for rank in (0, 1, 0):
+        thread = threading.Thread(target=train, args=(rank,))
+        thread.start()
+        thread.join(60.0)
+    assert ranks == [(rank,) for rank in (0, 0, 0, 1, 1, 1, 0, 0, 0)]
 
 
 def test_a_first_random_draw_of_sharded_tensors_is_the_first_again() -> None:
