@@ -44,7 +44,15 @@ from workers.hf_state import (
     saved_fields,
     write_state_file,
 )
-from workers.hf_support import global_batch, inner_optimizer, require_same_data, require_supported
+from workers.hf_support import (
+    global_batch,
+    inner_optimizer,
+    require_same_data,
+    require_supported,
+    train_no_step,
+    train_steps_again,
+    trains_no_step,
+)
 from workers.loop_checkpoints import Found, LoopCheckpoints
 from workers.loop_saves import LoopSaves, Taking
 from workers.rng import capture_rng, restore_rng
@@ -100,6 +108,7 @@ class RaysumeCallback(TrainerCallback):
         self._ranks: Ranks | None = None
         self._found: Found | None = None
         self._told_to_stop = False
+        self._stops_at_end = False
         self._batches = FetchedBatches()
         self._begin()
 
@@ -121,16 +130,21 @@ class RaysumeCallback(TrainerCallback):
     def train(self, trainer: Any, **options: Any) -> Any:
         """Instead of ``trainer.train()``: from the newest usable Checkpoint, or from the start where there is none.
 
-        One that proves corrupt while it is read is quarantined and the one before it is taken.
+        One that proves corrupt while it is read is quarantined and the one before it is taken. Raises TrainingStopped
+        where the process was told to end, be it in the last step.
         """
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         with self._listening():
             while True:
                 try:
-                    return trainer.train(resume_from_checkpoint=self.resume(trainer), **options)
+                    result = trainer.train(resume_from_checkpoint=self.resume(trainer), **options)
+                    break
                 except CorruptCheckpoint as error:
                     logger.warning("%s; trying the checkpoint before it", error)
+        if self._stops_at_end or self._told_to_stop:  # the latter alone: told when all was done
+            raise TrainingStopped(trainer.state.global_step)
+        return result
 
     def resume(self, trainer: Any) -> str | None:
         """For ``trainer.train(resume_from_checkpoint=callback.resume(trainer))``: a folder that tells Trainer the step
@@ -198,6 +212,8 @@ class RaysumeCallback(TrainerCallback):
             self._training.trackers = {}  # rank 0's is saved for all; times in the others' log lines differ
         self._saves = LoopSaves(checkpoints, ranks, self._trigger, self._take, config=self._config)
         self._saves.begin(state.global_step, state.max_steps)
+        if self._found is not None and state.global_step >= state.max_steps:
+            train_no_step(trainer, control)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -228,6 +244,12 @@ class RaysumeCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._batches.computed()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if trains_no_step(self._trainer):  # what is done at the end of an epoch was done
+            control.should_log = control.should_evaluate = control.should_save = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._batches.computed()
@@ -263,8 +285,10 @@ class RaysumeCallback(TrainerCallback):
         """The last step is committed before train() returns."""
         if self._saves is None or self._tracker is None:
             return
+        train_steps_again(self._trainer)
+        self._restore_random_state()  # where no step was left to train
         self._tracker.is_between_steps = False
-        self._saves.finish(state.global_step, self._facts)
+        self._stops_at_end = self._saves.finish(state.global_step, self._facts, told_to_stop=lambda: self._told_to_stop)
         self._batches.detach()
 
     # -- parts ------------------------------------------------------------------------------------------------------
@@ -312,6 +336,7 @@ class RaysumeCallback(TrainerCallback):
             logger.warning("not in the main thread: %s will end the process without a save", self._stop_signals)
             yield
             return
+        self._told_to_stop = self._stops_at_end = False  # of this call: an earlier one was stopped by its own
         before = {number: signal.signal(number, self._note_stop) for number in self._stop_signals}
         try:
             yield

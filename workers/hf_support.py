@@ -1,4 +1,7 @@
-"""What of transformers.Trainer is supported, and whether a resume would see the same samples. Refuses by name."""
+"""What of transformers.Trainer is supported, and whether a resume would see the same samples. Refuses by name.
+
+Here is also what keeps Trainer from a step too many: it trains one more where it goes on from its last.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,17 @@ from torch.optim import Optimizer
 
 from workers.errors import LoopMisused
 
-__all__ = ["global_batch", "inner_optimizer", "require_same_data", "require_supported"]
+__all__ = [
+    "global_batch",
+    "inner_optimizer",
+    "require_same_data",
+    "require_supported",
+    "train_no_step",
+    "train_steps_again",
+    "trains_no_step",
+]
+
+_FETCH = "get_batch_samples"
 
 
 def global_batch(trainer: Any) -> int:
@@ -61,3 +74,23 @@ def require_same_data(saved: Mapping[str, JsonValue], here: Mapping[str, JsonVal
             "left out. The global batch is per_device_train_batch_size * gradient_accumulation_steps * processes: keep "
             "it when the number of processes changes. To go on all the same: allow_changed_data=True"
         )
+
+
+def train_no_step(trainer: Any, control: Any) -> None:
+    """In `on_train_begin`, of a training that is done: its epoch has no batches. Until `train_steps_again`."""
+    control.should_training_stop = True
+    setattr(trainer, _FETCH, _no_batches)
+
+
+def trains_no_step(trainer: Any) -> bool:
+    return vars(trainer).get(_FETCH) is _no_batches
+
+
+def train_steps_again(trainer: Any) -> None:
+    if trains_no_step(trainer):
+        delattr(trainer, _FETCH)
+
+
+def _no_batches(*args: Any, **kwargs: Any) -> tuple[list[Any], None]:
+    del args, kwargs
+    return [], None

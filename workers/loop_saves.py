@@ -70,12 +70,16 @@ class LoopSaves:
         self._ranks.exchange(partial(self._say, step, told_to_stop), lambda word: stops.append(self._act(step, word)))
         return stops[0]
 
-    def finish(self, step: int, facts: StepFacts | None) -> None:
-        """Every rank, after the last step: it is committed when this returns. Raises StorageError where it is not."""
+    def finish(self, step: int, facts: StepFacts | None, *, told_to_stop: Callable[[], bool]) -> bool:
+        """Every rank, after the last step: it is committed when this returns. Raises StorageError where it is not.
+
+        True: some rank was told to stop, in the last step too or while it was saved; the same on each.
+        """
         if facts is not None:
             self._learn(facts)
-        self._ranks.heard()
+        self._ranks.heard()  # what was said of going on; who was told to stop says so again below
         self._save_last(step, "last step")
+        return any(self._ranks.gathered(told_to_stop()))
 
     def _learn(self, facts: StepFacts) -> None:
         self._facts = facts
@@ -90,22 +94,34 @@ class LoopSaves:
             reason = self._trigger.due(due_at)
         if reason is not None:
             self._reason = reason
-        return Word(save_at=0 if reason is None else due_at, stop=told_to_stop)
+        return Word(save_at=0 if reason is None else due_at, stop=told_to_stop, give_up=self._is_hopeless)
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Ranks see a save end at different steps: which of them is the last one, they have to agree on."""
+        return self._max_failed is not None and self._num_failed >= self._max_failed
 
     def _act(self, step: int, word: Word) -> bool:
         if word.stop:
             self._save_last(step, "told to stop")
             return True
+        if word.give_up:
+            self._settle()
+            raise StorageError(
+                f"rank {self._ranks.rank}: {self._max_failed} saves in a row failed, as many as "
+                f"checkpoint.max_failed_saves allows; the newest checkpoint is step {self._saved_step}: "
+                f"{self._failure or 'it was another rank that saw them fail'}"
+            )
         if word.save_at == step and step > self._saved_step:
             self._settle()
             self._save(Taking(step=step, is_last=False), self._reason)
         return False
 
     def _save_last(self, step: int, reason: str) -> None:
-        self._settle()
+        self._settle_alike()
         if step > self._saved_step:
             self._save(Taking(step=step, is_last=True), reason)
-            self._settle()
+            self._settle_alike()
         if step > self._saved_step:
             raise StorageError(
                 f"rank {self._ranks.rank}: step {step}, the last of this process, could not be saved, {self._failure}; "
@@ -143,12 +159,12 @@ class LoopSaves:
             return
         self._take_failure(over)
 
+    def _settle_alike(self) -> None:
+        """Rank 0 commits, so its word counts: a rank that lost touch at the end of a save must not save alone."""
+        self._settle()
+        self._saved_step = self._ranks.from_first(lambda: self._saved_step)
+
     def _take_failure(self, over: SaveOver) -> None:
         self._num_failed += 1
         self._failure = over.failure
         logger.warning("rank %d: step %d was not saved: %s", self._ranks.rank, over.step, over.failure)
-        if self._max_failed is not None and self._num_failed >= self._max_failed:
-            raise StorageError(
-                f"rank {self._ranks.rank}: {self._num_failed} saves in a row failed, checkpoint.max_failed_saves is "
-                f"{self._max_failed}; the newest checkpoint is step {self._saved_step}: {over.failure}"
-            )

@@ -21,10 +21,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """``save_at``: a step whose Checkpoint is due, 0: none. ``stop``: some rank was told to end."""
+    """``save_at``: a step whose Checkpoint is due, 0: none. ``stop``: some rank was told to end; ``give_up``: saves
+    failed so often on some rank that none goes on."""
 
     save_at: int = 0
     stop: bool = False
+    give_up: bool = False
 
 
 class Ranks:
@@ -54,7 +56,7 @@ class Ranks:
             return
         act(self.heard())
         word = say()
-        vector = torch.tensor([word.save_at, int(word.stop)], dtype=torch.int64)
+        vector = torch.tensor([word.save_at, int(word.stop), int(word.give_up)], dtype=torch.int64)
         self._pending = vector, dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self._words, async_op=True)
 
     def heard(self) -> Word:
@@ -64,8 +66,8 @@ class Ranks:
             return Word()
         vector, work = pending
         work.wait(self._timeout)
-        save_at, stop = vector.tolist()
-        return Word(save_at=save_at, stop=bool(stop))
+        save_at, stop, give_up = vector.tolist()
+        return Word(save_at=save_at, stop=bool(stop), give_up=bool(give_up))
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What ``make`` gives on rank 0, on every rank; where it raises there, every rank raises."""

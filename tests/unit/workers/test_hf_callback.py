@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from storage.errors import StorageError
 from storage.local_store import LocalStore
 from tests.fakes.hf_script import Rows, make_arguments, make_model, mask
 from workers.errors import LoopMisused
-from workers.hf_callback import RaysumeCallback
+from workers.hf_callback import RaysumeCallback, TrainingStopped
+from workers.weights_digest import weights_digest
 
 STEPS = 12
 PER_EPOCH = 6
@@ -172,6 +175,49 @@ def test_a_last_step_that_cannot_be_stored_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run" / "manifests").write_text("a file where a folder is to be")
     with pytest.raises(StorageError, match="step 2, the last of this process, could not be saved"):
         train(tmp_path, 2)
+
+
+@pytest.mark.parametrize("end", [4, PER_EPOCH])
+def test_a_training_that_is_done_is_not_trained_a_step_further(end: int, tmp_path: Path) -> None:
+    changes = {"eval_strategy": "epoch", "logging_strategy": "epoch"}
+    first, _ = train(tmp_path, end, **changes)
+    again, lines = train(tmp_path, end, **changes)
+    assert lines.losses == {}
+    assert again.state.global_step == end
+    assert committed(tmp_path) == [end]
+    assert weights_digest(again.model, rank=0) == weights_digest(first.model, rank=0)
+    assert [entry for entry in again.state.log_history if "train_runtime" not in entry] == [
+        entry for entry in first.state.log_history if "train_runtime" not in entry
+    ]
+    assert "get_batch_samples" not in vars(again)
+
+
+class Told(TrainerCallback):  # type: ignore[misc]
+    """Sends this process a SIGTERM in the step after ``after``, at the end of which Trainer calls ``event``."""
+
+    def __init__(self, after: int, event: str) -> None:
+        self._after = after
+        setattr(self, event, self._tell)
+
+    def _tell(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del args, control, kwargs
+        if state.global_step >= self._after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("after", "event"), [(3, "on_substep_end"), (4, "on_step_end"), (4, "on_train_end")])
+def test_a_stop_in_the_very_last_step_ends_the_process_when_it_is_committed(
+    after: int, event: str, tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_trainer(tmp_path, Told(after, event), max_steps=4)
+    with pytest.raises(TrainingStopped, match="step 4 is committed") as stopped:
+        RaysumeCallback(tmp_path / "run", every_steps=NEVER).train(trainer)
+    assert stopped.value.code == 14
+    assert committed(tmp_path) == [4]
+    assert signal.getsignal(signal.SIGTERM) is before
+    _, lines = train(tmp_path, 4)
+    assert lines.losses == {}, "the same script goes on behind its training"
 
 
 def test_how_to_save_must_be_said_once() -> None:

@@ -49,7 +49,7 @@ class HeldSaves:
 class Loop:
     """Steps one by one; ``takings`` is what the state was asked for with."""
 
-    def __init__(self, every_steps: int, base_step: int = 0, **settings: Any) -> None:
+    def __init__(self, every_steps: int, base_step: int = 0, ranks: Ranks | None = None, **settings: Any) -> None:
         self.held, self.takings = HeldSaves(), list[Taking]()
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters())
@@ -57,7 +57,7 @@ class Loop:
         self._state = TrainingState(model=model, optimizer=optimizer, scheduler=schedule)
         self.saves = LoopSaves(
             self.held,  # type: ignore[arg-type]
-            Ranks(1.0),
+            ranks or Ranks(1.0),
             EverySteps(every_steps),
             self._take,
             config=CheckpointConfig(**settings),
@@ -149,4 +149,11 @@ def test_a_last_step_that_fails_is_an_error_that_says_where_it_goes_on() -> None
     loop.step(3)
     loop.held.failure = "gone"
     with pytest.raises(StorageError, match=r"step 4.*gone.*goes on from step 2"):
-        loop.saves.finish(4, None)
+        loop.saves.finish(4, None, told_to_stop=lambda: False)
+
+
+def test_who_is_told_to_stop_while_the_last_step_is_saved_stops() -> None:
+    loop = Loop(2)
+    loop.step(1)
+    assert loop.saves.finish(2, None, told_to_stop=lambda: loop.held.saved == [2])
+    assert not Loop(2).saves.finish(2, None, told_to_stop=lambda: False)
