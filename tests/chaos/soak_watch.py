@@ -1,6 +1,7 @@
 """What the processes of a run hold while it is under soak: descriptors, memory, shared memory, placement groups.
 
-Samples are taken when nothing is going wrong. Growth is told by comparing the first quarter of them with the last.
+Samples are taken when nothing is going wrong. Growth is told by comparing the first quarter of them with the last,
+without those of processes that had just begun.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["Growth", "Sample", "Watch", "growth_of"]
 WORKER_TITLE = "ray::WorkerActor"
 AGENT_TITLE = "ray::NodeAgent"
 MIN_SAMPLES = 8
+# Importing torch takes a worker 3-5 s on a quiet machine, several at a time on a busy one; its memory grows meanwhile.
+GROWN_UP_S = 20.0
 # A quarter may hold more members, or fuller caches, than another. A leak of one a fault is far more in 200 faults.
 FD_TOLERANCE, FD_SHARE = 16.0, 0.15
 RSS_TOLERANCE_MB, RSS_SHARE = 48.0, 0.15
@@ -98,16 +101,16 @@ class Watch:
 
 
 def growth_of(what: str, values: Sequence[float], tolerance: float, share: float) -> Growth | None:
-    """None where there are too few values to tell. The first one, of a process that has just begun, is left out."""
-    kept = list(values)[1:]
-    if len(kept) < MIN_SAMPLES:
+    """None where there are too few values to tell."""
+    if len(values) < MIN_SAMPLES:
         return None
-    quarter = max(2, len(kept) // 4)
-    early, late = statistics.median(kept[:quarter]), statistics.median(kept[-quarter:])
-    return Growth(what=what, early=early, late=late, tolerance=max(tolerance, share * early), num_samples=len(kept))
+    quarter = max(2, len(values) // 4)
+    early, late = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
+    return Growth(what=what, early=early, late=late, tolerance=max(tolerance, share * early), num_samples=len(values))
 
 
 def _growths(name: str, samples: Sequence[Sample]) -> list[Growth]:
+    samples = [sample for sample in samples if sample.age_s >= GROWN_UP_S]
     fds = growth_of(f"{name}: descriptors", [s.num_fds for s in samples], FD_TOLERANCE, FD_SHARE)
     threads = growth_of(f"{name}: threads", [s.num_threads for s in samples], FD_TOLERANCE, FD_SHARE)
     rss = growth_of(f"{name}: MB", [s.rss_mb for s in samples], RSS_TOLERANCE_MB, RSS_SHARE)

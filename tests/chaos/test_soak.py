@@ -17,7 +17,7 @@ import pytest
 from orchestrator.chaos import ChaosPhase, ChaosVerb
 from tests.chaos.soak_course import Course
 from tests.chaos.soak_plan import WEIGHTS, draw_strikes
-from tests.chaos.soak_watch import growth_of
+from tests.chaos.soak_watch import Sample, Watch, growth_of
 from tests.runs import ROOT
 
 NUM_FAULTS = 10
@@ -63,13 +63,35 @@ def test_a_seed_gives_its_schedule_again_with_every_fault_in_it(seed: int) -> No
 
 
 def test_growth_is_what_is_beyond_the_tolerance_from_the_first_quarter_to_the_last() -> None:
-    steady = growth_of("descriptors", [500.0, *[60.0 + number % 5 for number in range(100)]], 16.0, 0.15)
+    steady = growth_of("descriptors", [60.0 + number % 5 for number in range(100)], 16.0, 0.15)
     leaking = growth_of("descriptors", [60.0 + number / 2 for number in range(100)], 16.0, 0.15)
     assert steady is not None
     assert steady.is_flat
     assert leaking is not None
     assert not leaking.is_flat
     assert growth_of("descriptors", [60.0] * 5, 16.0, 0.15) is None
+
+
+@pytest.mark.parametrize(("mb_a_second", "is_flat"), [(0.0, True), (1.0, False)])
+def test_a_process_grows_only_once_it_has_started(mb_a_second: float, is_flat: bool) -> None:
+    watch = Watch(root_pid=0, run_id="none")
+    for strike, age_s in enumerate([3.0, 5.0, *range(20, 120, 10)]):
+        rss_mb = 60.0 * age_s if age_s < 6 else 350.0 + mb_a_second * age_s
+        watch.samples.append(
+            Sample(
+                role="worker",
+                pid=7,
+                incarnation=1,
+                num_fds=60,
+                num_threads=40,
+                strike=strike,
+                age_s=age_s,
+                rss_mb=rss_mb,
+            )
+        )
+    found = {growth.what: growth.is_flat for growth in watch.growths()}
+    assert found["worker 7: MB"] is is_flat
+    assert found["worker 7: descriptors"]
 
 
 # -- when a strike is over --------------------------------------------------------------------------------------------
