@@ -79,8 +79,8 @@ class Leaving:
         self._move = move
         self._monotonic = monotonic
         self._wall_clock = wall_clock
-        self._ordered_at = self._looked_at = self._saving_s = 0.0
-        self._was_saving = False
+        self._ordered_at = self._looked_at = self._held_up_s = 0.0
+        self._was_held_up = False
         self._said: frozenset[str] = frozenset()  # nodes with a notice for which it was said why the World stays
         self.leave: Leave | None = None
         self.kind = OrderKind.LEAVE
@@ -109,19 +109,21 @@ class Leaving:
     def note_first_step(self) -> None:
         """The ranks can meet an Order from here on: what was ordered before gets its time from now."""
         if self.leave is not None:
-            self._ordered_at, self._saving_s = self._monotonic(), 0.0
+            self._ordered_at, self._held_up_s = self._monotonic(), 0.0
 
     def late(
         self, beats: Mapping[str, Heartbeat | None], ended: Collection[str], *, has_stepped: bool
     ) -> tuple[Hang, ...]:
         """Members that did not leave in time, which begins at the step that an Order lands on and does not pass while
-        one of them saves: that has a limit of its own. Before the first step the limits of its phases hold alone."""
+        one of them saves, or waits for data unless the Run is to stop: that has a limit of its own. Before the first
+        step the limits of its phases hold alone."""
         going = [beat for worker, beat in beats.items() if worker not in ended and beat is not None]
-        now, is_saving = self._monotonic(), any(beat.phase is Phase.CHECKPOINTING for beat in going)
-        self._saving_s += now - self._looked_at if self._was_saving else 0.0
-        self._looked_at, self._was_saving = now, is_saving
+        pausing = {Phase.CHECKPOINTING} if self.stop is not None else {Phase.CHECKPOINTING, Phase.WAITING_FOR_DATA}
+        now, is_held_up = self._monotonic(), any(beat.phase in pausing for beat in going)
+        self._held_up_s += now - self._looked_at if self._was_held_up else 0.0
+        self._looked_at, self._was_held_up = now, is_held_up
         limit_s = self._config.failure.leaving_s + STEPS_TO_LEAVE * (self._sizing.pace.step_s or 0.0)
-        if self.leave is None or not has_stepped or is_saving or now - self._ordered_at - self._saving_s <= limit_s:
+        if self.leave is None or not has_stepped or is_held_up or now - self._ordered_at - self._held_up_s <= limit_s:
             return ()
         late = [member.worker_id for member in self._world.members if member.worker_id not in ended]
         return tuple(Hang(worker_id=w, detail=f"did not leave within {limit_s:g} s") for w in late)
@@ -189,7 +191,7 @@ class Leaving:
     def _order(self, leave: Leave, kind: OrderKind) -> None:
         self.leave, self.kind = leave, kind
         self._ordered_at, self.ordered_unix_s = self._monotonic(), self._wall_clock()
-        self._saving_s = 0.0
+        self._held_up_s = 0.0
         self._coordinator.submit_leave(leave.reason, kind)
         self._emit("leave", leave.reason)
         _log.info("leave ordered: %s", leave.reason)

@@ -269,6 +269,26 @@ def test_a_stop_of_a_driver_whose_nodes_go_saves_in_the_form_that_fits(
     assert scene.run_until_ordered() == (0.0, kind, "stopped on request")
 
 
+@pytest.mark.parametrize("is_stop", [False, True])
+def test_nobody_is_taken_for_hanging_while_data_is_awaited_unless_the_run_is_to_stop(
+    monkeypatch: pytest.MonkeyPatch, is_stop: bool
+) -> None:
+    """That wait has a limit of its own, which may be half an hour: a person who stops the run does not wait for it."""
+    scene = Scene(monkeypatch)
+    if is_stop:
+        scene.stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
+    else:
+        scene.notice("a", None)
+    scene.look()
+    scene.phase = Phase.WAITING_FOR_DATA
+    assert scene.late() == ()
+    scene.now_s += 1000.0
+    assert len(scene.late()) == (2 if is_stop else 0)
+    scene.phase = Phase.TRAINING
+    scene.now_s += 30.0
+    assert len(scene.late()) == (2 if is_stop else 0)
+
+
 def test_the_time_for_leaving_does_not_pass_while_a_member_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
     scene.notice("a", None)
