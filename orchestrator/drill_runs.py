@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from orchestrator.driver_record import events_path_of
 from orchestrator.event_fields import Event
 from orchestrator.event_tail import EventTail
 from orchestrator.exit_codes import ExitCode
+from orchestrator.own_python import child_python
 from orchestrator.progress import ProgressView
 
 __all__ = ["INTERRUPTED", "UNBROKEN", "DrillPlan", "DrillRun", "RunEnd", "run_command"]
@@ -83,7 +83,7 @@ def run_command(plan: DrillPlan, name: str) -> list[str]:
         f"world.start_grace_s={max(plan.config.world.start_grace_s, _START_GRACE_S):g}",
         "world.join_gain_ratio=0",  # so short a run gains nothing by growing, which is to be tried all the same
     ]
-    return [sys.executable, "-m", "orchestrator", "run", *options, "--", str(plan.config_path), *changes]
+    return child_python("orchestrator", "run", *options, "--", str(plan.config_path), *changes)
 
 
 class DrillRun:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from orchestrator.own_python import child_environment, child_python
+
 __all__ = ["DriverChild", "driver_command"]
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -39,7 +41,7 @@ def driver_command(
         options += ["--asked", json.dumps(asked)]
     if json_output:
         options.append("--json")
-    return [sys.executable, "-m", "orchestrator", "run", *options, "--", str(config_path), *overrides]
+    return child_python("orchestrator", "run", *options, "--", str(config_path), *overrides)
 
 
 class DriverChild:
@@ -54,6 +56,7 @@ class DriverChild:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._process = subprocess.Popen(
             command,
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.PIPE,

@@ -36,6 +36,7 @@ from orchestrator.lifelines import Lifelines
 from orchestrator.meeting_point import MeetingPoint
 from orchestrator.node_watcher import NodeWatcher
 from orchestrator.options import DriverOptions
+from orchestrator.own_python import hiding_files, ray_environment
 from orchestrator.preflight import check_before_start
 from orchestrator.recorder import Recorder
 from orchestrator.requests import RequestDesk
@@ -286,10 +287,14 @@ def _cluster(options: DriverOptions) -> Iterator[None]:
     A process that is connected already, as a notebook is, stays so.
     """
     if ray.is_initialized():
+        if hiding := hiding_files([os.getcwd()]):
+            _log.warning("where Ray's workers look first they hide packages of Raysume: %s", ", ".join(hiding))
         yield
         return
     level = logging.getLogger().getEffectiveLevel()
     common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": max(level, logging.WARNING)}
+    if environment := ray_environment():
+        common["runtime_env"] = environment
     named = options.ray_address or os.environ.get("RAY_ADDRESS", "")
     if named in ("", "auto") and _last_cluster_is_gone():
         named = "local"

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.own_python import child_environment, child_python
 from workers.loop_reference import LoopNotFound, LoopReference
 
 __all__ = ["UserLoop", "read_loop"]
@@ -37,12 +37,15 @@ class UserLoop:
         """Raise ConfigError where no function can be imported by that name."""
         if self.reference is None:
             return
-        # -P: not the user's directory first, which may hold a package named workers of its own.
-        command = [sys.executable, "-P", "-m", "workers.loop_reference", str(self.reference)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = child_python("workers.loop_reference", str(self.reference))
         try:
             done = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S
+                command,
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_LIMIT_S,
             )
         except subprocess.TimeoutExpired:
             raise ConfigError("--loop", (f"importing {self.reference} took more than {_LIMIT_S:g} s",)) from None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.errors import WorkersError
+from workers.own_packages import PACKAGES
 
 __all__ = ["LoopNotFound", "LoopReference"]
 
@@ -86,7 +87,7 @@ class LoopReference:
         except ModuleNotFoundError as error:
             if error.name is not None and f"{self.module}.".startswith(f"{error.name}."):
                 looked = ", ".join(places)
-                reason = f"no module {error.name} was found in {looked}, nor among what is installed"
+                reason = f"no module {error.name} was found in {looked}, nor among what is installed{self._taken()}"
                 raise LoopNotFound(str(self), reason) from error
             raise LoopNotFound(str(self), f"module {self.module} imports {error.name}, which is not there") from error
         except (Exception, SystemExit) as error:
@@ -98,7 +99,12 @@ class LoopReference:
     def _no_such(self, owner: Any, name: str) -> str:
         names = sorted(one for one, value in vars(owner).items() if callable(value) and not one.startswith("_"))
         where = getattr(owner, "__file__", None) or self.module
-        return f"{where} has no {name}; it has {', '.join(names[:12]) or 'no function at all'}"
+        return f"{where} has no {name}; it has {', '.join(names[:12]) or 'no function at all'}{self._taken()}"
+
+    def _taken(self) -> str:
+        """Where a file of the user's may have been meant that is out of reach."""
+        top = self.module.partition(".")[0]
+        return f"; {top} is a package of Raysume's: give your file another name" if top in PACKAGES else ""
 
 
 def _is_exit(error: BaseException) -> bool:
