@@ -37,6 +37,7 @@ from workers.hf_batches import FetchedBatches
 from workers.hf_state import (
     BATCHES,
     LOOP,
+    SUMMARY,
     TRAINER,
     LoopTracker,
     TrainerTracker,
@@ -263,6 +264,8 @@ class RaysumeCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if logs and SUMMARY in logs and args.load_best_model_at_end:
+            self._finish(state)  # next Trainer puts the best weights in the place of those that were trained to here
         if logs and self._facts is not None and "loss" in logs:
             self._facts = replace(self._facts, loss=float(logs["loss"]), grad_norm=_number(logs.get("grad_norm")))
 
@@ -283,15 +286,19 @@ class RaysumeCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The last step is committed before train() returns."""
-        if self._saves is None or self._tracker is None:
-            return
+        if self._saves is not None and not args.load_best_model_at_end:
+            self._finish(state)
+        self._batches.detach()
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, state: TrainerState) -> None:
+        assert self._saves is not None
+        assert self._tracker is not None
         train_steps_again(self._trainer)
         self._restore_random_state()  # where no step was left to train
         self._tracker.is_between_steps = False
         self._stops_at_end = self._saves.finish(state.global_step, self._facts, told_to_stop=lambda: self._told_to_stop)
-        self._batches.detach()
-
-    # -- parts ------------------------------------------------------------------------------------------------------
 
     def _require_same_beginning(self, step: int) -> None:
         expected = 0 if self._found is None else self._found.step

@@ -24,6 +24,7 @@ from workers.save_trigger import SaveTrigger
 __all__ = [
     "BATCHES",
     "LOOP",
+    "SUMMARY",
     "TRAINER",
     "LoopTracker",
     "TrainerTracker",
@@ -37,7 +38,8 @@ TRAINER = "trainer"
 LOOP, BATCHES = "loop", "batches"
 """The names of those that each rank has its own of."""
 _STATE_FILE = "trainer_state.json"
-_SUMMARY = "train_runtime"  # only the summary that ends a call of train() has it
+SUMMARY = "train_runtime"
+"""Of all log lines only the summary that ends a call of train() has it."""
 _LOOP_FIELDS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
 
@@ -68,7 +70,7 @@ class TrainerTracker:
 
     def state_dict(self) -> dict[str, Any]:
         fields = _plain_state(self._trainer)
-        history = [entry for entry in fields.pop("log_history") if _SUMMARY not in entry]
+        history = [entry for entry in fields.pop("log_history") if SUMMARY not in entry]
         return {
             "state": fields,
             "log_history": _as_bytes(history),

@@ -177,6 +177,23 @@ def test_a_last_step_that_cannot_be_stored_is_an_error(tmp_path: Path) -> None:
         train(tmp_path, 2)
 
 
+def test_the_last_step_is_saved_as_it_was_trained_though_trainer_ends_with_the_best_model(tmp_path: Path) -> None:
+    best = {
+        "load_best_model_at_end": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,  # as it falls while the model learns, step 2 is the best
+    }
+    first, _ = train(tmp_path, 4, **best)
+    assert first.state.best_global_step == 2
+    _, lines = train(tmp_path, 6, **best)
+    _, whole = train(tmp_path / "whole", 6, **best)
+    assert lines.losses == {step: whole.losses[step] for step in (5, 6)}
+
+
 @pytest.mark.parametrize("end", [4, PER_EPOCH])
 def test_a_training_that_is_done_is_not_trained_a_step_further(end: int, tmp_path: Path) -> None:
     changes = {"eval_strategy": "epoch", "logging_strategy": "epoch"}
