@@ -103,6 +103,9 @@ class LoopTracker:
         for name, value in state_dict.items():
             if hasattr(self._trainer, name):
                 setattr(self._trainer, name, value)
+        if hasattr(self._trainer, "_initial_global_step") and "_tr_loss" in state_dict:
+            # The mean loss of the summary is over this process's steps: what comes along from earlier ones is no part.
+            self._trainer._total_loss_scalar = -float(state_dict["_tr_loss"])
 
 
 def saved_fields(manifest: Manifest, url: str) -> dict[str, Any]:

@@ -194,6 +194,15 @@ def test_the_last_step_is_saved_as_it_was_trained_though_trainer_ends_with_the_b
     assert lines.losses == {step: whole.losses[step] for step in (5, 6)}
 
 
+def test_the_mean_loss_of_the_summary_is_that_of_the_steps_of_this_process(
+    unbroken: dict[int, Any], tmp_path: Path
+) -> None:
+    train(tmp_path, 4, logging_steps=3)
+    trainer, _ = train(tmp_path, 8, logging_steps=3)
+    found = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
+    assert found == [pytest.approx(sum(unbroken[step][0] for step in range(5, 9)) / 4, rel=1e-5)]
+
+
 @pytest.mark.parametrize("end", [4, PER_EPOCH])
 def test_a_training_that_is_done_is_not_trained_a_step_further(end: int, tmp_path: Path) -> None:
     changes = {"eval_strategy": "epoch", "logging_strategy": "epoch"}
