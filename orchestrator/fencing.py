@@ -3,7 +3,7 @@
 Every member is asked directly to let the Attempt go, and every node agent to answer, all at once; nobody is waited for
 whose lifeline has ended. No answer from a node means it is lost: its worker can write nothing more, because the
 coordinator refuses its Attempt. A node that shows life in another way, by its agent's lifeline or its worker's answer,
-is given more time: an agent answers late on a busy machine.
+is given more time: an agent answers late on a busy machine. And one that has died alone takes nobody along.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class _Poll:
     clean: set[str] = field(default_factory=set)
     unclean: set[str] = field(default_factory=set)
     silent_nodes: set[str] = field(default_factory=set)
+    agentless: set[str] = field(default_factory=set)  # nodes whose agent cannot answer
 
     def is_open(self, waited_s: float, settle_s: float, held: Collection[str]) -> bool:
         """Whether there is still somebody to wait for: silent nodes get ``settle_s``, those that show life (``held``:
@@ -59,7 +60,13 @@ class _Poll:
         if unanswered & {*held, *(self.home[worker] for worker in self.clean | self.unclean)}:
             return True
         waited_for = {*self.fences.values(), *self.abandons.values()}
-        return any(self.home[worker] not in unanswered | self.silent_nodes for worker in waited_for)
+        mute = unanswered | self.silent_nodes | self.agentless
+        return any(self.home[worker] not in mute for worker in waited_for)
+
+    def settle(self) -> None:
+        """Nobody is waited for any more. A node without an agent lives where each of its members has let go."""
+        unsafe = {node for worker, node in self.home.items() if worker not in self.clean}
+        self.silent_nodes |= {*self.pings.values(), *(self.agentless & unsafe)}
 
     def drop(self, lost_nodes: frozenset[str]) -> None:
         """Wait no longer for who cannot answer."""
@@ -91,7 +98,7 @@ def reckon(
         else:
             poll.pings[ref] = node_id
     _collect(poll, group, world, gone, settle_s)
-    poll.silent_nodes |= set(poll.pings.values())
+    poll.settle()
     suspects = set(poll.abandons.values()) | poll.unclean
     late = _kill(group, frozenset(w for w in suspects if poll.home[w] not in poll.silent_nodes))
     if late:
@@ -153,7 +160,7 @@ def _take(poll: _Poll, ref: Any) -> None:
         if fenced is not None or worker_id is not None:
             _log.info("no word on worker %s: %s", fenced or worker_id, type(error).__name__)
         if node_id is not None:
-            poll.silent_nodes.add(node_id)
+            poll.agentless.add(node_id)
         return
     if worker_id is not None:
         (poll.clean if answer.is_clean else poll.unclean).add(worker_id)

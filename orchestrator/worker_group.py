@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 _ADMIT_THREADS = 8
 OUTCOME_CALL_S = 600.0  # one outcome call waits this long in the worker, then is made anew
 _LET_GO_S = 10.0
+_AGENT_RESTARTS = 8  # one that died alone would make its node, and all that is in memory there, lost at the next fault
 _ADMISSION_S = 20.0  # a node that takes longer to be taken in is not counted on any more
 
 
@@ -129,7 +130,7 @@ class WorkerGroup:
 
     def _build_node(self, node_id: str, count: int) -> NodeParts:
         agent = NodeAgentActor.options(
-            num_cpus=0, max_concurrency=4, max_restarts=0, scheduling_strategy=on_node(node_id)
+            num_cpus=0, max_concurrency=4, max_restarts=_AGENT_RESTARTS, scheduling_strategy=on_node(node_id)
         ).remote(node_id, self.lifelines.spec)
         bundles = NodeBundles(lambda number: NodePlacement(self._run_id, node_id, number, self._resources), count)
         try:

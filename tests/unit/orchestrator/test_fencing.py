@@ -192,6 +192,17 @@ def test_a_node_whose_agent_never_answers_is_lost_in_the_end(monkeypatch: pytest
     assert (found.survivors, found.lost_nodes) == ({"w0", "w1"}, ("n2",))
 
 
+@pytest.mark.parametrize("lives", [True, False])
+def test_an_agent_that_has_died_alone_takes_no_member_along_that_answers(lives: bool) -> None:
+    group = Group(silent=set() if lives else {"w2"}, silent_nodes=set())
+    group.late["n2"] = Call()
+    group.late["n2"].set_exception(ray.exceptions.ActorUnavailableError("it is started anew", None))
+    found = reckoning(group, settle_s=0.1)
+    lost = ((), ()) if lives else (("w2",), ("n2",))
+    assert (found.lost_workers, found.lost_nodes) == lost
+    assert (found.survivors, group.killed) == ({"w0", "w1", "w2"} - set(lost[0]), [])
+
+
 def test_answers_that_are_there_count_however_long_the_driver_was_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0])
     monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: next(moments, FOR_EVER_S - 1)))
