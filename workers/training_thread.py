@@ -17,6 +17,7 @@ from dataclasses import replace
 from torch import nn
 
 from storage.keys import Attempt
+from workers.chaos_seam import ChaosError
 from workers.contract import AttemptSpec, CauseKind, CoordinatorPort, FailureCause, Outcome, OutcomeKind, Phase
 from workers.courier import Courier
 from workers.errors import AttemptAbandoned, LoopMisused
@@ -173,7 +174,8 @@ class TrainingThread:
             is_abandoned=self._is_abandoned.is_set(),
         )
         is_forming = not self._has_formed
-        if is_forming and cause.kind is CauseKind.USER:  # no code of the loop has run yet
+        if is_forming and cause.kind is CauseKind.USER and not isinstance(error, ChaosError):
+            # No code of the loop has run yet. What chaos raises stands for such code wherever it strikes.
             cause = replace(cause, kind=CauseKind.COLLECTIVE)
         cause = replace(cause, is_restoring=is_restoring, is_forming=is_forming)
         # What others' trouble looks like from here is not worth a line on the driver's terminal.

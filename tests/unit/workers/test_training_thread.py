@@ -16,6 +16,7 @@ from storage.errors import CorruptCheckpoint
 from storage.keys import Attempt, StepKey
 from storage.sources import RestorePlan
 from tests.fakes.rank_processes import make_spec
+from workers.chaos_seam import ChaosError
 from workers.contract import CauseKind, Phase
 from workers.groups import Groups
 from workers.heartbeat import Pulse
@@ -67,20 +68,24 @@ def raise_bare(*_: object) -> None:
     raise ValueError("the name is taken already")
 
 
+def raise_chaos(*_: object) -> None:
+    raise ChaosError
+
+
 @pytest.mark.parametrize(
     ("form", "kind"),
-    [(raise_bare, CauseKind.COLLECTIVE), (lambda *_: None, CauseKind.USER)],
-    ids=["while-forming", "in-the-loop"],
+    [(raise_bare, CauseKind.COLLECTIVE), (raise_chaos, CauseKind.USER), (lambda *_: None, CauseKind.USER)],
+    ids=["while-forming", "as-the-loops-while-forming", "in-the-loop"],
 )
 def test_what_is_raised_before_the_groups_are_formed_is_not_the_loops(
     monkeypatch: pytest.MonkeyPatch, form: Callable[..., None], kind: CauseKind
 ) -> None:
     monkeypatch.setattr(Groups, "form", form)
     thread = thread_in(Phase.IDLE, PLAN, train_loop=raise_bare)
-    with pytest.raises(ValueError, match="taken") as raised:
+    with pytest.raises((ValueError, ChaosError)) as raised:
         thread._train(cast(Any, None))
     cause = thread._cause(raised.value, 0)
-    assert (cause.kind, cause.is_forming) == (kind, kind is CauseKind.COLLECTIVE)
+    assert (cause.kind, cause.is_forming) == (kind, form in (raise_bare, raise_chaos))
 
 
 class Cycle(nn.Module):
