@@ -47,7 +47,8 @@ def ray_environment() -> dict[str, Any] | None:
     """
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     script = os.path.dirname(os.path.realpath(sys.argv[0]))
-    hiding = hiding_files([os.getcwd(), script, *filter(None, paths)])
+    searched = [os.getcwd(), *([script] if script in sys.path else []), *filter(None, paths)]
+    hiding = hiding_files(searched)
     return {_HOOK: our_packages_first(place())} if hiding else None
 
 
