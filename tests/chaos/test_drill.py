@@ -103,6 +103,8 @@ def loss_of(model, batch):
 def test_a_loop_of_ones_own_is_drilled_from_its_own_directory(tmp_path: Path, data_url: str) -> None:
     (tmp_path / "my_train.py").write_text(LOOP)
     (tmp_path / "settings_of_mine.py").write_text("WIDTH = 32\n")
+    for name in ("storage", "workers"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the user has one of this name')\n")
     run = make_run(tmp_path, data_url, steps=80, every_steps=10, settings={"model": {"config": {}}})
     loop = ("--loop", "my_train:train", "--loop-config", '{"note": "a b"}')
     faults = ("--local-nodes", "2", "--chaos", "kill-worker@12,kill-driver@20")
