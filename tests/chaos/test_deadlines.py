@@ -37,7 +37,7 @@ from workers.dataset_writer import DatasetWriter
 
 ENDLESS = 100_000  # steps: each test ends its run itself
 DRAIN_AT, EVERY_STEPS = 25, 20
-NOTICE_S, SHORT_S = 16, 10
+NOTICE_S, SHORT_S = 12, 10
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -100,7 +100,7 @@ def assert_whole(result: RunResult) -> None:
 
 
 def test_without_memory_the_world_trains_on_until_the_latest_safe_start(tmp_path: Path, data_url: str) -> None:
-    run = two_workers(tmp_path, data_url, memory="off")
+    run = two_workers(tmp_path, data_url, memory="off", policy={"deadline": {"margin_s": 5.0, "first_save_s": 4.0}})
     with RunProcess.of_cli(run, "--local-nodes", "2", "--chaos", f"drain-node@{DRAIN_AT}:{NOTICE_S}s") as process:
         result = trained_on(process)
     assert result.exit_code == ExitCode.STOPPED, result.stderr
