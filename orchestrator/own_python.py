@@ -16,6 +16,7 @@ from workers.own_packages import PACKAGES, place
 __all__ = ["child_environment", "child_python", "hiding_files", "our_packages_first", "ray_environment"]
 
 _HOOK: Final = "worker_process_setup_hook"
+_MARK: Final = ("workers", "own_packages.py")
 
 
 def child_python(module: str, *arguments: str) -> list[str]:
@@ -33,8 +34,8 @@ def child_environment() -> dict[str, str]:
 
 
 def hiding_files(directories: Sequence[str]) -> list[str]:
-    """Files in ``directories`` that would be imported in the place of our packages."""
-    elsewhere = [path for path in directories if os.path.realpath(path) != os.path.realpath(place())]
+    """Files in ``directories`` that would be imported in the place of our packages; another copy of ours is none."""
+    elsewhere = [path for path in directories if not os.path.isfile(os.path.join(path, *_MARK))]
     found = (PathFinder.find_spec(name, [path]) for path in elsewhere for name in PACKAGES)
     return sorted({spec.origin for spec in found if spec is not None and spec.origin is not None})
 
@@ -54,7 +55,7 @@ def ray_environment() -> dict[str, Any] | None:
 
 def our_packages_first(driver_place: str) -> Callable[[], None]:
     """What a Ray worker does before its path is made longer. It travels as code: by its name it could not be found."""
-    packages = PACKAGES
+    packages, mark = PACKAGES, _MARK
 
     def import_ours() -> None:
         import importlib
@@ -62,7 +63,7 @@ def our_packages_first(driver_place: str) -> Callable[[], None]:
         import sys
 
         def has_ours(path: str) -> bool:
-            return os.path.isfile(os.path.join(path, "workers", "own_packages.py"))
+            return os.path.isfile(os.path.join(path, *mark))
 
         found = next((path for path in (driver_place, *sys.path) if has_ours(path)), None)
         if found is None:

@@ -104,8 +104,9 @@ def test_the_hook_does_nothing_on_a_machine_without_our_packages(monkeypatch: py
 def test_a_directory_like_any_other_asks_nothing_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "storage").mkdir()  # without a file of Python's it hides nothing
+    (tmp_path / "job").symlink_to(place())  # a job's copy
     monkeypatch.chdir(tmp_path)
-    assert hiding_files([str(tmp_path), place()]) == []
+    assert hiding_files([str(tmp_path), place(), str(tmp_path / "job")]) == []
     assert ray_environment() is None
 
 
