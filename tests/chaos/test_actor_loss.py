@@ -48,7 +48,7 @@ def kill(process: RunProcess, name: str) -> int:
 
 
 def test_a_run_outlives_a_keeper_and_the_rendezvous(tmp_path: Path, data_url: str) -> None:
-    run = make_run(tmp_path, data_url, steps=800, every_steps=20, settings=SETTINGS)
+    run = make_run(tmp_path, data_url, steps=400, every_steps=20, settings=SETTINGS)
     with RunProcess.of_cli(run, "--local-nodes", "2") as process:
         process.wait_for("committed", 120.0)
         killed = kill(process, "ray::KeeperActor")
@@ -72,7 +72,7 @@ def test_a_run_outlives_a_keeper_and_the_rendezvous(tmp_path: Path, data_url: st
 def test_a_lost_coordinator_ends_the_driver_with_a_report_and_the_same_command_goes_on(
     tmp_path: Path, data_url: str
 ) -> None:
-    run = make_run(tmp_path, data_url, steps=300, every_steps=20, settings=SETTINGS)
+    run = make_run(tmp_path, data_url, steps=200, every_steps=20, settings=SETTINGS)
     with RunProcess.of_cli(run, "--local-nodes", "2") as process:
         process.wait_for("committed", 120.0)
         kill(process, "ray::CoordinatorShell")

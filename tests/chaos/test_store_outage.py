@@ -171,7 +171,7 @@ def test_an_attempt_that_breaks_in_an_outage_goes_on_from_the_snapshot_that_the_
 
 def end_by_outage(run: RunSetup, swift: SwiftServer) -> int:
     """Drive ``run`` into an outage that is longer than allowed; returns the step of its newest Checkpoint."""
-    with run.driver("checkpoint.max_outage_s=4", "checkpoint.leave_timeout_s=10") as driver:
+    with run.driver("checkpoint.max_outage_s=4", "checkpoint.leave_timeout_s=5") as driver:
         driver.wait_event("committed", lambda event: event["step"] >= 40)
         swift.kill()
         assert driver.wait(120.0) == ExitCode.STORAGE_OUTAGE, driver.output[-6000:]
@@ -212,7 +212,7 @@ def test_as_many_failed_saves_in_a_row_as_allowed_end_the_run_within_an_interval
     uploads = DelayProxy(swift.port, pattern="/shards/").start()
     try:
         run.config["checkpoint"]["store"] |= {"endpoint_url": uploads.endpoint}
-        with run.driver("checkpoint.max_failed_saves=2", "checkpoint.leave_timeout_s=10") as driver:
+        with run.driver("checkpoint.max_failed_saves=2", "checkpoint.leave_timeout_s=5") as driver:
             driver.wait_event("committed", lambda event: event["step"] >= 40)
             uploads.refuse_next(1_000_000)
             assert driver.wait(120.0) == ExitCode.STORAGE_OUTAGE, driver.output[-6000:]
