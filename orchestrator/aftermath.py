@@ -79,6 +79,7 @@ class Aftermath:
         self._wall_clock = wall_clock
         self._unlike_replicas = unlike_replicas
         self._counters: Counters = journal.counters()
+        self._has_blocked = bool(gathering.blocked)  # the Journal tells of nodes that are, or were
         self._num_in_vain = 0
         self._unproven: StepKey | None = None  # quarantined for its probe, and no step was finished since
 
@@ -152,7 +153,8 @@ class Aftermath:
 
     def write_journal(self, kind: str, **values: Any) -> Stop | None:
         """One entry, with the counters; tried again for as long as the store is away."""
-        if self._gathering.blocked:
+        self._has_blocked = self._has_blocked or bool(self._gathering.blocked)
+        if self._has_blocked:  # that none is any more is to be known too
             values["blocked"] = self._gathering.blocked
         values[FIELD] = self._history.as_entry()
         write = partial(self._journal.append_counters, kind, self._counters, **values)

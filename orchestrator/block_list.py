@@ -75,12 +75,13 @@ class BlockList:
 
     @staticmethod
     def from_entries(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-        """The blocked nodes of earlier drivers, from the fields of all Journal entries."""
+        """The blocked nodes of earlier drivers, from the fields of all Journal entries. The newest word counts, which
+        is of all of them: a node that was lifted since is not blocked again."""
         blocked: dict[str, str] = {}
         for fields in entries:
             said = fields.get("blocked")
             if isinstance(said, dict):
-                blocked.update({str(node): str(reason) for node, reason in said.items()})
+                blocked = {str(node): str(reason) for node, reason in said.items()}
         return blocked
 
 

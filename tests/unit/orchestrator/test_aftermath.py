@@ -328,3 +328,13 @@ def test_a_run_that_ends_replaces_nobody() -> None:
     break_world(scene, FaultKind.COLLECTIVE, 0)
     assert isinstance(break_world(scene, FaultKind.COLLECTIVE, 0), Stop)
     assert scene.replaced == []
+
+
+def test_the_journal_tells_which_nodes_are_blocked_also_once_none_is_any_more() -> None:
+    scene = Scene()
+    scene.aftermath.write_journal("attempt")
+    assert "blocked" not in scene.journal[-1]
+    for blocked in ({"a": "why"}, {}):
+        scene.blocked = blocked
+        scene.aftermath.write_journal("attempt")
+        assert scene.journal[-1]["blocked"] == blocked

@@ -58,6 +58,12 @@ def test_a_new_driver_knows_the_nodes_that_earlier_ones_blocked() -> None:
     assert BlockList(CONFIG, known).blocked == known
 
 
+def test_a_node_that_an_earlier_driver_lifted_is_not_blocked_again() -> None:
+    entries = [{"blocked": {"a": "why", "b": "too"}}, {"blocked": {"b": "too"}}, {"number": 3}]
+    assert BlockList.from_entries(entries) == {"b": "too"}
+    assert BlockList.from_entries([*entries, {"blocked": {}}]) == {}
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 500), st.sampled_from(NodeFailure)), max_size=60),
     st.integers(1, 5),
