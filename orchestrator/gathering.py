@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from orchestrator.block_list import BlockList, NodeFailure
 from orchestrator.config import RunConfig
@@ -60,6 +60,7 @@ class Gathering:
         self._lost = LostNodes()
         self._last_world: frozenset[str] = frozenset()  # the nodes of it
         self._waits_for_fresh = False
+        self._saved_by: list[frozenset[str]] = []  # workers that were a World once more although all their nodes go
 
     def members(
         self,
@@ -71,9 +72,10 @@ class Gathering:
         """Ready workers for a World; waits below the minimum, at the first start, or where the last World's processes
         were replaced, also a grace for the maximum.
 
-        ``is_unsaved``: what the last World did is in memory alone. A person's stop then waits until another World has
-        saved it, where there are workers for one. ``is_save_over``: whether, after so many seconds, nothing more is to
-        come of the last World's save. Then nobody is waited for once every node goes away with a notice.
+        ``is_unsaved``: what the last World did is in memory alone. A person's stop, or a wait for other workers than
+        those that notices take away, comes after another World has saved it, where there are workers for one.
+        ``is_save_over``: whether, after so many seconds, nothing more is to come of the last World's save. Then nobody
+        is waited for once every node goes away with a notice.
         """
         for node_id in self._block_list.blocked:
             self._group.forget_node(node_id)
@@ -97,17 +99,23 @@ class Gathering:
                     return self._as_world(members)
             else:
                 self._slow_nodes.wake()
-                num_starting = sum(1 for view in views if not view.is_ready)
-                num_blocked = len(self._block_list.blocked.keys() & self.living())
-                wait = wait_reason(len(members), num_starting, world, num_blocked)
+                wait = self._too_few(views, len(members))
                 said = self._say_waiting(wait, said, waited)
-                if self._all_are_going() and not self._lift_blocks() and is_save_over(waited):
+                all_are_going = self._all_are_going() and not self._lift_blocks()
+                if is_unsaved and (doomed := self._last_savers()):
+                    return self._as_world(doomed)
+                if all_are_going and is_save_over(waited):
                     text = f"every node that could hold a worker has a preemption notice: {wait.missing}"
                     return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
                 if waited > world.max_wait_s:
                     text = f"waited {waited:.0f} s (world.max_wait_s) for {wait.missing}"
                     return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)
             time.sleep(min(0.1, self._config.failure.poll_s))
+
+    def _too_few(self, views: Sequence[WorkerView], num_ready: int) -> Wait:
+        num_starting = sum(1 for view in views if not view.is_ready)
+        num_blocked = len(self._block_list.blocked.keys() & self.living())
+        return wait_reason(num_ready, num_starting, self._sizing.world, num_blocked)
 
     def _as_world(self, members: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
         self._last_world = frozenset(member.node_id for member in members)
@@ -216,6 +224,21 @@ class Gathering:
         others = [node for node_id, node in living.items() if node_id not in unusable]
         is_one_going = bool(view.notices().keys() & (living.keys() | self._last_world))
         return is_one_going and not any(workers_that_fit(n.resources, self._config.world) for n in others)
+
+    def _last_savers(self) -> tuple[WorkerView, ...]:
+        """Where the nodes that stay are too few, a World with those that have a notice, which saves what memory alone
+        holds: one parts for the first notice it hears of, and others may follow at once. Each choice of workers is tried
+        once."""
+        world, noticed = self._sizing.world, self.notices().keys()
+        members = choose_members(self._group.views(self.draining() - noticed), world)
+        chosen = frozenset(member.worker_id for member in members)
+        if len(members) < world.min_workers or chosen in self._saved_by:
+            return ()
+        self._saved_by.append(chosen)
+        text = "notices leave too few workers, and the last steps are in memory alone: the World goes on to save them"
+        _log.warning("%s", text)
+        self._recorder.emit("decision", decision="regroup", reason=text)
+        return members
 
     def _lift_blocks(self) -> bool:
         """Use blocked nodes again, now that every other one goes: with them the Run may fail again, without them it

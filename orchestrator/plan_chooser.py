@@ -212,7 +212,7 @@ class PlanChooser:
                 continue
             if _step_of(steady) >= _step_of(anywhere):
                 return steady
-            if now >= moved_until:
+            if now >= moved_until or all(report.address.node_id in leaving for report in answers.reports):
                 _log.warning("step %d is read from a node that is going away", _step_of(anywhere))
                 return anywhere
             self._sleep(_POLL_S)

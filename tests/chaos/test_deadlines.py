@@ -126,8 +126,10 @@ def test_when_every_node_goes_away_the_run_ends_with_its_commit_and_the_next_one
         result = process.finish(300.0)
     assert result.exit_code == ExitCode.BELOW_MINIMUM, result.stderr
     assert [event["verb"] for event in result.named("chaos")] == ["drain-node", "drain-node"], "no deadline was met"
-    assert attempts_of(result) == [("start", 2)]
-    [left] = result.named("left")
+    # The World may part for the first notice before the second is heard of; then both go on once more, to save.
+    num_attempts = len(attempts_of(result))
+    assert attempts_of(result) in ([("start", 2)], [("start", 2), ("preemption", 2)])
+    left = result.named("left")[-1]
     assert left["step"] == result.named("committed")[-1]["step"]
     reason = result.named("run_finished")[0]["exit_reason"]
     assert "every node that could hold a worker has a preemption notice" in reason
@@ -135,11 +137,11 @@ def test_when_every_node_goes_away_the_run_ends_with_its_commit_and_the_next_one
     assert_nothing_left(result)
 
     with RunProcess.of_cli(run, "--local-nodes", "2") as process:
-        process.wait_for("step", 200.0, lambda event: event["attempt"] == 2)
+        process.wait_for("step", 200.0, lambda event: event["attempt"] == num_attempts + 1)
         os.kill(process.pid, signal.SIGINT)
         again = process.finish(120.0)
-    assert attempts_of(again)[1:] == [("driver-restart", 2)]
-    started = again.named("attempt_started")[1]
+    assert attempts_of(again)[num_attempts:] == [("driver-restart", 2)]
+    started = again.named("attempt_started")[-1]
     assert (started["restored_step"], started["lost_steps"]) == (left["step"], 0)
     assert_whole(again)
 

@@ -243,6 +243,39 @@ def test_once_every_node_has_a_notice_and_the_last_save_is_over_nobody_is_waited
     assert len(looks) == 3, "the save was waited for"
 
 
+def test_where_too_few_nodes_stay_what_is_in_memory_alone_is_saved_by_a_world_of_all_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0, "c": 1.0}, max_workers=3, min_workers=2)
+    assert scene.train() == ["a", "b", "c"]
+    scene.cluster.drained |= {"a", "b"}
+    members = scene.gathering.members(wait_for_more=False, is_unsaved=True)
+    assert not isinstance(members, Stop), "two of the three that hold the state would be gone before others come"
+    assert [member.node_id for member in members] == ["a", "b", "c"]
+    stop = scene.gathering.members(wait_for_more=False)
+    assert isinstance(stop, Stop), "what is saved is not saved again"
+    assert "(world.max_wait_s)" in stop.reason
+
+
+def test_where_every_node_goes_what_is_in_memory_alone_is_saved_by_a_world_of_them_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, {"a": 1.0, "b": 1.0}, max_wait_s=3600.0)
+    assert scene.train() == ["a", "b"]
+    scene.cluster.drained |= {"a", "b"}
+    again = scene.gathering.members(wait_for_more=False, is_unsaved=True, is_save_over=lambda _: True)
+    assert not isinstance(again, Stop), "steps that only memory holds go with the nodes"
+    assert [member.node_id for member in again] == ["a", "b"]
+    (told,) = [event["reason"] for event in scene.named("decision")]
+    assert told.startswith("notices leave too few workers, and the last steps are in memory alone")
+    stop = scene.gathering.members(wait_for_more=False, is_unsaved=True, is_save_over=lambda _: True)
+    assert isinstance(stop, Stop), "it could not save, and could not a second time"
+    scene.cluster.dead.add("b")
+    fewer = scene.gathering.members(wait_for_more=False, is_unsaved=True, is_save_over=lambda _: True)
+    assert not isinstance(fewer, Stop), "the others may"
+    assert [member.node_id for member in fewer] == ["a"]
+
+
 @pytest.mark.parametrize("was_in_last_world", [True, False])
 def test_only_nodes_of_the_last_world_that_went_with_a_notice_say_that_nobody_comes(
     monkeypatch: pytest.MonkeyPatch, was_in_last_world: bool
