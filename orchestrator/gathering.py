@@ -227,8 +227,8 @@ class Gathering:
 
     def _last_savers(self) -> tuple[WorkerView, ...]:
         """Where the nodes that stay are too few, a World with those that have a notice, which saves what memory alone
-        holds: one parts for the first notice it hears of, and others may follow at once. Each choice of workers is tried
-        once."""
+        holds: one parts for the first notice it hears of, and others may follow at once. Each choice of workers is
+        tried once."""
         world, noticed = self._sizing.world, self.notices().keys()
         members = choose_members(self._group.views(self.draining() - noticed), world)
         chosen = frozenset(member.worker_id for member in members)
