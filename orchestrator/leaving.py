@@ -118,7 +118,8 @@ class Leaving:
         one of them saves, or waits for data unless the Run is to stop: that has a limit of its own. Before the first
         step the limits of its phases hold alone."""
         going = [beat for worker, beat in beats.items() if worker not in ended and beat is not None]
-        pausing = {Phase.CHECKPOINTING} if self.stop is not None else {Phase.CHECKPOINTING, Phase.WAITING_FOR_DATA}
+        is_to_end = self.stop is not None or self._asked_to_stop() is not None  # since the Order perhaps
+        pausing = {Phase.CHECKPOINTING} if is_to_end else {Phase.CHECKPOINTING, Phase.WAITING_FOR_DATA}
         now, is_held_up = self._monotonic(), any(beat.phase in pausing for beat in going)
         self._held_up_s += now - self._looked_at if self._was_held_up else 0.0
         self._looked_at, self._was_held_up = now, is_held_up

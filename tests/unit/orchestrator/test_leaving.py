@@ -289,6 +289,22 @@ def test_nobody_is_taken_for_hanging_while_data_is_awaited_unless_the_run_is_to_
     assert len(scene.late()) == (2 if is_stop else 0)
 
 
+def test_a_stop_that_comes_after_the_order_is_not_held_up_by_data_that_do_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch)
+    scene.notice("a", None)
+    scene.look()
+    scene.phase = Phase.WAITING_FOR_DATA
+    assert scene.late() == ()
+    scene.now_s += 1000.0
+    assert scene.late() == ()
+    scene.stop = Stop(exit_code=ExitCode.STOPPED, reason="stopped on request")
+    assert scene.late() == (), "from now on its time passes"
+    scene.now_s += 34.0
+    assert len(scene.late()) == 2
+
+
 def test_the_time_for_leaving_does_not_pass_while_a_member_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
     scene.notice("a", None)
