@@ -25,11 +25,12 @@ def child_python(module: str, *arguments: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """For `child_python`: our packages are found where this process has them, installed or not."""
+    """For `child_python`: our packages are found where this process has them, installed or not. -P says nothing of
+    PYTHONPATH, in which a job of Ray's has its working directory."""
     environment = dict(os.environ)
-    if os.path.basename(place()) in ("site-packages", "dist-packages"):
-        return environment  # found by itself; put first it would come before the standard library
     others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != place()]
+    if os.path.basename(place()) in ("site-packages", "dist-packages") and not hiding_files(others):
+        return environment  # found by itself; put first it would come before the standard library
     return {**environment, "PYTHONPATH": os.pathsep.join([place(), *others])}
 
 

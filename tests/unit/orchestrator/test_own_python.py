@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from ray import cloudpickle
 
+from orchestrator import own_python
 from orchestrator.driver_child import DriverChild, driver_command
 from orchestrator.exit_codes import ExitCode
 from orchestrator.own_python import child_environment, child_python, hiding_files, our_packages_first, ray_environment
@@ -68,13 +70,30 @@ def test_a_loop_is_found_there_and_what_it_imports_of_ours_is_ours(folder: Path)
     read_loop("my_loop:train", None).require()
 
 
-def test_a_file_that_was_imported_first_is_named(folder: Path) -> None:
-    (folder / "storage.py").write_text("")
-    (folder / "workers.py").unlink()
-    (folder / "train.py").write_text("import storage\nimport workers.contract\n")
+@pytest.mark.parametrize(("mine", "theirs"), [("storage", "workers.contract"), ("workers", "orchestrator.errors")])
+def test_a_file_that_was_imported_first_is_named(folder: Path, mine: str, theirs: str) -> None:
+    (folder / f"{mine}.py").write_text("")
+    (folder / f"{theirs.partition('.')[0]}.py").unlink()
+    (folder / "train.py").write_text(f"import {mine}\nimport {theirs}\n")
     done = run([sys.executable, "train.py"])
     assert done.returncode == 1
-    assert f"{folder / 'storage.py'} has the name of Raysume's package storage" in done.stderr
+    assert f"{folder / mine}.py has the name of Raysume's package {mine}" in done.stderr
+
+
+def test_an_installed_child_of_a_job_of_rays_has_ours_before_the_working_directory(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path_factory.mktemp("installed") / "site-packages"
+    installed.symlink_to(place())
+    monkeypatch.setattr(own_python, "place", lambda: str(installed))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    assert child_environment()["PYTHONPATH"] == os.pathsep.join([str(installed), str(folder)])
+    done = run(child_python("workers.loop_reference", "my_loop:train"))
+    assert "my_loop" in done.stderr, "ours looks for it"
+    assert "__path__" not in done.stderr
+    for name in PACKAGES:
+        (folder / f"{name}.py").unlink()
+    assert child_environment()["PYTHONPATH"] == str(folder), "nothing comes before the standard library without need"
 
 
 def test_a_process_of_ray_that_is_to_look_there_first_has_ours_before(folder: Path) -> None:
