@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from orchestrator.failure_history import FailureHistory
 from orchestrator.node_watcher import ClusterView
@@ -41,13 +42,15 @@ class ClusterNews:
         self._clock = clock
         self._wall_clock = wall_clock
         self._nodes: frozenset[str] = frozenset()
+        self._num_ranks = 0
         self._state_bytes: int | None = None
         self._told_at_s = 0.0
         self._told_deadlines: dict[str, float] = {}
 
     def begin(self, nodes: Iterable[str], state_bytes: int | None) -> None:
-        """A World of these nodes is about to train."""
-        self._nodes, self._state_bytes = frozenset(nodes), state_bytes
+        """A World is about to train. ``nodes``: of each rank."""
+        homes = list(nodes)
+        self._nodes, self._num_ranks, self._state_bytes = frozenset(homes), len(homes), state_bytes
         self._say(self._deadlines())
 
     def follow(self) -> None:
@@ -72,5 +75,6 @@ class ClusterNews:
             Notice(node_id=node_id, deadline_in_s=at_s - now_s if at_s > 0.0 else None)
             for node_id, at_s in deadlines.items()
         )
-        self._tell(self._history.facts(self._nodes, notices=notices, state_bytes=self._state_bytes))
+        facts = self._history.facts(self._nodes, notices=notices, state_bytes=self._state_bytes)
+        self._tell(replace(facts, num_ranks=self._num_ranks))
         self._told_at_s, self._told_deadlines = self._clock(), deadlines

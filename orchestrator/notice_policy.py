@@ -62,7 +62,7 @@ def why_in_the_way(facts: SaveFacts, config: DeadlineConfig) -> str | None:
 
 def _takes_s(facts: SaveFacts, config: DeadlineConfig) -> float:
     """From an Order to its Commit."""
-    state_bytes = facts.cluster.state_bytes
-    node_bytes = None if state_bytes is None else state_bytes / max(1, facts.cluster.num_nodes)
-    first_s, _ = FirstSave(rank_bytes=node_bytes).forecast_s(config)
+    state_bytes, num_ranks = facts.cluster.state_bytes, facts.cluster.num_ranks or facts.cluster.num_nodes
+    rank_bytes = None if state_bytes is None else state_bytes / max(1, num_ranks)
+    first_s, _ = FirstSave(rank_bytes=rank_bytes).forecast_s(config)
     return predicted_write_s(facts.saves, first_s=first_s) + STEPS_TO_LEAVE * max(0.0, facts.step_s or 0.0)

@@ -56,6 +56,7 @@ class ClusterFacts:
     ``preemptions`` those with one; ``survived``: after how many of the faults the Run went on from memory;
     ``exposure_node_s``: node-seconds of training in which they came. ``node_ages_s``: of the World's nodes, since they
     were first seen. ``notices``: those that memory does not cover. ``state_bytes`` None: not known yet.
+    ``num_ranks`` 0: one on each node.
     """
 
     num_nodes: int
@@ -66,6 +67,7 @@ class ClusterFacts:
     node_ages_s: tuple[float, ...] = ()
     notices: tuple[Notice, ...] = ()
     state_bytes: int | None = None
+    num_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,8 +232,8 @@ def test_the_coordinator_is_told_at_the_beginning_when_a_notice_comes_and_each_m
     told = Told(clock)
     told.news.follow()
     assert told.facts == []
-    told.news.begin(["a"], state_bytes=5)
-    assert told.facts == [ClusterFacts(num_nodes=1, node_ages_s=(0.0,), state_bytes=5)]
+    told.news.begin(["a", "a"], state_bytes=5)
+    assert told.facts == [ClusterFacts(num_nodes=1, num_ranks=2, node_ages_s=(0.0,), state_bytes=5)]
     clock.now_s = 30.0
     told.news.follow()
     told.deadlines["b"] = clock.unix() + 10.0  # not of this World

@@ -70,6 +70,9 @@ def test_before_a_save_was_measured_the_size_of_the_state_tells_what_two_take() 
     large = cluster(num_nodes=4, state_bytes=60_000_000_000)
     assert opinion(noticed(saves=(), cluster=large, deadline_at_s=600.0)).due_at_s is None
     assert opinion(noticed(saves=(), cluster=large, deadline_at_s=800.0)).due_at_s is not None
+    shared = replace(large, num_ranks=32)  # eight on each node write beside each other, as the driver reckons too
+    assert opinion(noticed(saves=(), cluster=shared, deadline_at_s=190.0)).due_at_s is not None
+    assert opinion(noticed(saves=(), cluster=shared, deadline_at_s=180.0)).due_at_s is None
     unknown = replace(large, state_bytes=None)
     assert opinion(noticed(saves=(), cluster=unknown, deadline_at_s=130.0)).due_at_s is not None
 
