@@ -125,6 +125,8 @@ class RaysumeCallback(TrainerCallback):
         self._step_began_at_s = 0.0
         self._facts: StepFacts | None = None
         self._batches.detach()
+        if self._trainer is not None:
+            train_steps_again(self._trainer)
 
     # -- what a script calls ----------------------------------------------------------------------------------------
 

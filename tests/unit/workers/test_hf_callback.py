@@ -218,6 +218,32 @@ def test_a_training_that_is_done_is_not_trained_a_step_further(end: int, tmp_pat
     assert "get_batch_samples" not in vars(again)
 
 
+class Breaks(TrainerCallback):  # type: ignore[misc]
+    """Raises in the first epoch that it sees begin."""
+
+    has_broken = False
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del args, state, control, kwargs
+        if not self.has_broken:
+            self.has_broken = True
+            raise OSError("somebody else's")
+
+
+def test_a_training_that_was_done_and_broke_all_the_same_can_be_made_longer_in_the_same_process(
+    unbroken: dict[int, Any], tmp_path: Path
+) -> None:
+    train(tmp_path, 4)
+    lines = Lines()
+    trainer = make_trainer(tmp_path, lines, Breaks(), max_steps=4)
+    callback = RaysumeCallback(tmp_path / "run", every_steps=NEVER)
+    with pytest.raises(OSError, match="somebody else's"):
+        callback.train(trainer)
+    trainer.args.max_steps = 6
+    callback.train(trainer)
+    assert lines.losses == {step: unbroken[step] for step in (5, 6)}
+
+
 class Told(TrainerCallback):  # type: ignore[misc]
     """Sends this process a SIGTERM in the step after ``after``, at the end of which Trainer calls ``event``."""
 
