@@ -224,7 +224,8 @@ def test_shards_are_read_side_by_side_but_never_more_than_allowed() -> None:
     assert alone.most_reads == 1
 
 
-def test_how_many_at_once_is_asked_again_as_it_goes() -> None:
+def test_how_many_at_once_is_asked_again_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.verify, "_LOOK_S", 0.01)
     store = WatchedStore(at_first=2)
     commit = save(store, 10, world_size=12)
     answers = iter([1, 1, 2])
