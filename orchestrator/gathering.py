@@ -255,7 +255,7 @@ class Gathering:
             self._block_list.lift(node_id)
             text = f"node {node_id[:12]} is used again, as every other one has a preemption notice: {reason}"
             _log.warning("%s", text)
-            self._recorder.emit("decision", decision="keep", reason=text)
+            self._recorder.emit("decision", decision="keep", reason=text, node=node_id)
         return bool(lifted)
 
     def _refused_to_start(self) -> Stop | None:

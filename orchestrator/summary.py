@@ -189,6 +189,8 @@ class SummaryFold:
                 self._evals[int_of(event, "step")] = float_of(event, "loss")
             case "node_blocked":
                 self._blocked_nodes[text_of(event, "node")] = text_of(event, "reason")
+            case "decision" if event.get("decision") == "keep":  # of a node: it is used again
+                self._blocked_nodes.pop(text_of(event, "node"), None)
             case "window_skipped":
                 self._skipped.append(skipped_window(event))
             case "committed":

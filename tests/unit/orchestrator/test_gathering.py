@@ -318,9 +318,9 @@ def test_a_blocked_node_is_used_again_once_every_other_one_goes(monkeypatch: pyt
     members = scene.gathering.members(wait_for_more=False, is_save_over=lambda _: True)
     assert not isinstance(members, Stop), "other nodes would do"
     assert [member.node_id for member in members] == ["c"]
-    (told,) = [event["reason"] for event in scene.named("decision")]
+    ((told, node),) = [(event["reason"], event["node"]) for event in scene.named("decision")]
     why = "3 worker failures within 3600 s (3 not-started)"
-    assert told == f"node c is used again, as every other one has a preemption notice: {why}"
+    assert (node, told) == ("c", f"node c is used again, as every other one has a preemption notice: {why}")
 
 
 def test_a_node_that_was_judged_lost_is_waited_for_while_ray_lists_it(monkeypatch: pytest.MonkeyPatch) -> None:
