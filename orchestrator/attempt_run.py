@@ -330,7 +330,7 @@ class AttemptRun:
         return frozenset(
             worker
             for worker, cause in causes.items()
-            if cause.kind is CauseKind.OUT_OF_MEMORY or cause.error_type == _OF_ACCELERATOR
+            if cause.kind in (CauseKind.OUT_OF_MEMORY, CauseKind.ACCELERATOR) or cause.error_type == _OF_ACCELERATOR
         )
 
     def _reached_step(self) -> int | None:

@@ -118,6 +118,7 @@ def _root_cause(outcomes: Sequence[Outcome]) -> FailureCause | None:
         CauseKind.CHECKPOINT_MISMATCH,
         CauseKind.CONFIGURATION,
         CauseKind.DATA,
+        CauseKind.ACCELERATOR,
         CauseKind.BAD_STEP,
         CauseKind.OUT_OF_MEMORY,
         CauseKind.USER,
@@ -156,6 +157,7 @@ def _classify(facts: AttemptFacts) -> Fault:
             CauseKind.BAD_STEP: FaultKind.BAD_STEP,
             CauseKind.MEMORY: FaultKind.MEMORY,
             CauseKind.OUT_OF_MEMORY: FaultKind.OUT_OF_MEMORY,
+            CauseKind.ACCELERATOR: FaultKind.WORKER_LOST,
         }
         return Fault(kind=kinds.get(root.kind, FaultKind.USER_ERROR), detail=where, root=root)
     preempted = [node for node in facts.lost_nodes if node in facts.draining_nodes]

@@ -88,6 +88,7 @@ class CauseKind(StrEnum):
     BAD_STEP = "bad-step"  # it was finished, but its loss or gradient is of no use
     STORAGE = "storage"
     OUT_OF_MEMORY = "out-of-memory"
+    ACCELERATOR = "accelerator"  # the device itself is at fault, or gone, not what was asked of it
     MEMORY = "memory"  # a generation that the plan named could not be read
     ABANDONED = "abandoned"
 

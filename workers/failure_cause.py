@@ -33,6 +33,11 @@ _COLLECTIVE_TEXT = re.compile(
 _OUT_OF_MEMORY_TEXT = re.compile(
     r"can't allocate memory|cannot allocate memory|out of memory|bad_alloc|can't start new thread", re.IGNORECASE
 )
+# What a device says of itself. An illegal address, a failed launch or an assertion may be a kernel's own fault.
+_DEVICE_TEXT = re.compile(
+    r"(CUDA|HIP) error: .*(uncorrectable|hardware|no \S+capable device|busy or unavailable|not yet initialized)",
+    re.IGNORECASE,
+)
 
 
 def classify(error: BaseException) -> CauseKind:
@@ -55,6 +60,8 @@ def classify(error: BaseException) -> CauseKind:
         return CauseKind.BAD_STEP
     if _is_out_of_memory(error):
         return CauseKind.OUT_OF_MEMORY
+    if isinstance(error, RuntimeError) and not isinstance(error, dist.DistError) and _DEVICE_TEXT.search(str(error)):
+        return CauseKind.ACCELERATOR
     if isinstance(error, _COLLECTIVE_TYPES) or _is_untyped_collective_error(error):
         return CauseKind.COLLECTIVE
     return CauseKind.USER

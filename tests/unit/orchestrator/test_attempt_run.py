@@ -169,6 +169,7 @@ def test_a_member_that_does_not_answer_as_it_should_is_killed_before_it_counts_a
     [
         (CauseKind.OUT_OF_MEMORY, "MemoryError", True),
         (CauseKind.USER, torch.AcceleratorError.__name__, True),
+        (CauseKind.ACCELERATOR, "RuntimeError", True),
         (CauseKind.USER, "ValueError", False),
     ],
 )

@@ -180,6 +180,18 @@ def test_memory_that_runs_out_is_its_own_cause_and_not_hidden_by_the_echoes_or_e
     assert fault.root == starved.cause
 
 
+def test_a_device_that_fails_is_a_lost_worker_and_no_error_of_the_training_code() -> None:
+    echo = failed(0, CauseKind.COLLECTIVE)
+    failing = failed(1, CauseKind.ACCELERATOR, "AcceleratorError", "CUDA error: uncorrectable ECC error encountered")
+    spoiled = failed(2, CauseKind.BAD_STEP, "StepNotFinite")
+    fault = classify(AttemptFacts(outcomes=(echo, failing, spoiled), lost_workers=("w1",)))
+    assert fault.kind is FaultKind.WORKER_LOST
+    assert fault.detail.startswith("rank 1, step 7: AcceleratorError: CUDA error: uncorrectable ECC error")
+    decision, counters = decide_after_fault(fault, Counters(), FailureConfig(), steps_finished=5, steps_kept=0)
+    assert isinstance(decision, Regroup)
+    assert (counters.infrastructure, counters.user_errors) == (1, 0)
+
+
 def test_a_worker_that_rays_memory_monitor_killed_ran_out_of_memory() -> None:
     fault = classify(AttemptFacts(lost_workers=("w1",), starved_workers=("w1",)))
     assert (fault.kind, "w1" in fault.detail) == (FaultKind.OUT_OF_MEMORY, True)
