@@ -29,7 +29,7 @@ __all__ = ["SHARDS_AT_ONCE", "Problem", "VerifyReport", "verify_commit"]
 
 SHARDS_AT_ONCE: Final = 8
 """Shards read side by side: one stream of an object store is slow, and a large Checkpoint has hundreds of them."""
-_WINDOW_BYTES = 16 << 20
+_WINDOW_BYTES = 4 << 20  # eight at once come within a read's time by the slowest link that a store may have
 _MOST_BYTES: Final = SHARDS_AT_ONCE * _WINDOW_BYTES  # of reads under way, over all Shards
 _LARGEST_FOOTER = 256 << 20
 _LOOK_S: Final = 5.0

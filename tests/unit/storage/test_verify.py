@@ -16,6 +16,7 @@ import storage.shard_writer
 import storage.verify
 from storage.codec import Encoding, encode
 from storage.commit_log import CommitLog
+from storage.config import StoreConfig
 from storage.errors import StoreUnavailable
 from storage.keys import shard_key
 from storage.levels import LevelTable
@@ -242,6 +243,12 @@ def test_the_bytes_of_all_reads_under_way_are_bounded(monkeypatch: pytest.Monkey
     assert verify(store, commit).is_good
     assert 1 < store.most_reads <= 3, "small ones may be three"
     assert store.most_bytes <= 2 * largest
+
+
+def test_reads_side_by_side_come_in_time_by_the_slowest_link_that_one_alone_is_waited_for() -> None:
+    window, store = storage.verify._WINDOW_BYTES, StoreConfig()
+    limit_s = store.deadline_s + window / store.min_bytes_per_s
+    assert SHARDS_AT_ONCE * window / store.min_bytes_per_s < limit_s
 
 
 def test_an_error_of_the_store_ends_the_other_reads_and_is_the_one_that_is_raised(
