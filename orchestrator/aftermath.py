@@ -280,10 +280,10 @@ class Aftermath:
         return decision
 
     def _await_last_save(self, end: Broken) -> None:
-        """All that a later driver can go on from: a save that every rank handed over is worth a moment. One of a later
-        step than a rank failed in is never handed over by that rank."""
+        """All that a later driver can go on from: a save that every rank handed over is worth a moment. One of the
+        step that a rank failed in, or of a later one, is never handed over by that rank."""
         root = end.fault.root
-        possible = [step for step in self._coordinator.pending() if root is None or step <= root.step]
+        possible = [step for step in self._coordinator.pending() if root is None or step < root.step]
         if possible:
             self._store.wait_settled(max(possible), _LAST_SAVE_S)
             self._store.take_signals()

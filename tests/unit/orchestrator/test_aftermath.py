@@ -306,7 +306,7 @@ def test_a_step_or_a_loss_in_between_clears_the_processes(kind: FaultKind, steps
 
 @pytest.mark.parametrize(
     ("failed_in", "pending", "looks"),
-    [(12, {10, 15}, 3), (8, {10, 15}, 0), (10, {10}, 3), (None, {10, 15}, 3), (12, set(), 0)],
+    [(12, {10, 15}, 3), (8, {10, 15}, 0), (10, {10}, 0), (11, {10}, 3), (None, {10, 15}, 3), (12, set(), 0)],
 )
 def test_who_ends_for_an_error_waits_for_a_save_alone_that_all_ranks_can_have_handed_over(
     failed_in: int | None, pending: set[int], looks: int
