@@ -51,7 +51,7 @@ class _Poll:
 
     def is_open(self, waited_s: float, settle_s: float, held: Collection[str]) -> bool:
         """Whether there is still somebody to wait for: silent nodes get ``settle_s``, those that show life (``held``:
-        their agent's line stands) and their workers `_ABANDON_S`."""
+        a line stands, of their agent or, where that is gone, of a worker) and their workers `_ABANDON_S`."""
         if not (self.fences or self.abandons or self.pings) or waited_s >= _ABANDON_S:
             return False
         if waited_s < settle_s:
@@ -60,7 +60,7 @@ class _Poll:
         if unanswered & {*held, *(self.home[worker] for worker in self.clean | self.unclean)}:
             return True
         waited_for = {*self.fences.values(), *self.abandons.values()}
-        mute = unanswered | self.silent_nodes | self.agentless
+        mute = unanswered | self.silent_nodes | (self.agentless - set(held))
         return any(self.home[worker] not in mute for worker in waited_for)
 
     def settle(self) -> None:
@@ -138,6 +138,8 @@ def _collect(poll: _Poll, group: WorkerGroup, world: World, gone: frozenset[str]
         for ref in ready:
             _take(poll, ref)
         held = {node for node in poll.pings.values() if group.lifelines.is_held(Role.AGENT, node)}
+        lonely = [worker for worker in poll.abandons.values() if poll.home[worker] in poll.agentless]
+        held |= {poll.home[worker] for worker in lonely if group.lifelines.is_held(Role.WORKER, worker)}
         if not poll.is_open(waited_s, settle_s, held):
             return
         if not ready:

@@ -63,10 +63,11 @@ class Lines:
     bell: Bell = field(default_factory=Bell)
     workers: set[str] = field(default_factory=set)
     agents: set[str] = field(default_factory=set)
-    held: set[str] = field(default_factory=set)  # nodes whose agent's line stands
+    held: set[str] = field(default_factory=set)  # nodes whose agent's line stands, and workers
 
     def is_held(self, role: Role, name: str) -> bool:
-        return role is Role.AGENT and name in self.held
+        assert name.startswith("n" if role is Role.AGENT else "w")
+        return name in self.held
 
     def is_cut(self, worker_id: str) -> bool:
         return worker_id in self.workers
@@ -201,6 +202,24 @@ def test_an_agent_that_has_died_alone_takes_no_member_along_that_answers(lives: 
     lost = ((), ()) if lives else (("w2",), ("n2",))
     assert (found.lost_workers, found.lost_nodes) == lost
     assert (found.survivors, group.killed) == ({"w0", "w1", "w2"} - set(lost[0]), [])
+
+
+def test_where_an_agent_has_died_a_member_whose_line_stands_has_its_time_to_let_go() -> None:
+    """As one that frees a device's memory: longer than a node that shows no life is waited for."""
+    group = Group(silent={"w2"}, silent_nodes=set())
+    group.late["n2"] = Call()
+    group.late["n2"].set_exception(ray.exceptions.ActorUnavailableError("it is started anew", None))
+    group.lifelines.held.add("w2")
+
+    def let_go() -> None:
+        for call in group.unanswered:
+            call.set_result(AbandonReport(attempt=ATTEMPT, worker_id="w2", is_clean=True, last_step=1))
+
+    timer = threading.Timer(0.5, let_go)
+    timer.start()
+    found = reckoning(group, settle_s=0.01)
+    timer.join()
+    assert (found.survivors, found.lost_workers, found.lost_nodes) == ({"w0", "w1", "w2"}, (), ())
 
 
 def test_answers_that_are_there_count_however_long_the_driver_was_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
