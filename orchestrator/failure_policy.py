@@ -134,8 +134,8 @@ def classify(facts: AttemptFacts) -> Fault:
     """One Fault from all that was seen. A member that is gone outranks what the survivors say about it, except that an
     error of the training code raised by a live member is never hidden by peers that it took down."""
     fault = _classify(facts)
-    if fault.root is not None:
-        return replace(fault, step=fault.root.step)
+    if fault.root is not None:  # a device at fault says nothing of the step
+        return fault if fault.root.kind is CauseKind.ACCELERATOR else replace(fault, step=fault.root.step)
     if facts.reached_step is None:
         return fault
     doubt = step_doubt(facts.step_s, has_witness=bool(facts.outcomes))
