@@ -37,7 +37,7 @@ from workers.dataset_writer import DatasetWriter
 
 ENDLESS = 100_000  # steps: each test ends its run itself
 DRAIN_AT, EVERY_STEPS = 25, 20
-NOTICE_S, SHORT_S = 12, 10
+NOTICE_S, SHORT_S = 16, 10
 pytestmark = pytest.mark.timeout(400)
 
 
