@@ -146,8 +146,10 @@ def _classify(facts: AttemptFacts) -> Fault:
     if facts.unlike_replicas is not None:  # whatever else broke: what this World holds is not to be gone on from
         return Fault(kind=FaultKind.REPLICAS, detail=facts.unlike_replicas)
     root = _root_cause(facts.outcomes)
-    gone = bool(facts.lost_nodes or facts.lost_workers)
-    if root is not None and not (gone and root.kind in _OF_THE_LOST):
+    of_the_lost = _OF_THE_LOST if facts.lost_nodes or facts.lost_workers else frozenset()
+    if facts.lost_nodes:  # links between devices of several machines break with one of them
+        of_the_lost |= {CauseKind.ACCELERATOR}
+    if root is not None and root.kind not in of_the_lost:
         where = f"{root.where}: {root.error_type}: {root.message}"
         kinds = {
             CauseKind.CORRUPT_CHECKPOINT: FaultKind.CORRUPT_CHECKPOINT,

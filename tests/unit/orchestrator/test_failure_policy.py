@@ -187,6 +187,8 @@ def test_a_device_that_fails_is_a_lost_worker_and_no_error_of_the_training_code(
     fault = classify(AttemptFacts(outcomes=(echo, failing, spoiled), lost_workers=("w1",)))
     assert fault.kind is FaultKind.WORKER_LOST
     assert fault.detail.startswith("rank 1, step 7: AcceleratorError: CUDA error: uncorrectable ECC error")
+    lost = AttemptFacts(outcomes=(failing,), lost_nodes=("n2",), draining_nodes=frozenset({"n2"}))
+    assert classify(lost).kind is FaultKind.PREEMPTION, "its links may have broken with the node"
     counters, config = Counters(), FailureConfig(max_node_failures=None)
     for _ in range(MAX_FRUITLESS_ATTEMPTS - 1):
         decision, counters = decide_after_fault(fault, counters, config, steps_finished=0, steps_kept=0)
