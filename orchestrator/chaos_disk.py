@@ -1,7 +1,7 @@
 """A small disk of a local node's own, and filling it to the last byte.
 
-The disk is a tmpfs of a fixed size over the node's directory, so that a full one is full for that node alone. Mounts of
-processes that were killed are found by the owner's name beside them.
+The disk is a tmpfs of a fixed size over the node's directory, so that a full one is full for that node alone. Mounts
+and directories of processes that were killed are found by the owner's name in them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,17 @@ _MOUNT_S: Final = 10.0
 def make_nodes_root() -> Path:
     """A new directory for the disks of this process's nodes."""
     root = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    (root / _OWNER).write_text(owner_tag())  # not in its name: the paths of sockets below may have 107 characters
+    # Not in its name: the paths of sockets below may have 107 characters.
+    (root / _OWNER).write_text(f"{owner_tag()} {_pid_namespace()}")
     return root
+
+
+def _pid_namespace() -> str:
+    """Within which a pid means a process; containers may share a directory for temporary files, and no pids."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "unknown"
 
 
 def mount_disk(directory: Path, size_bytes: int) -> None:
@@ -67,15 +76,23 @@ def unmount_disks(below: Path) -> None:
 
 
 def remove_stale_disks() -> None:
-    """Unmount the disks of nodes whose owner was killed."""
-    for mount in _mounts():
-        root = mount.parent
-        if not root.name.startswith(_PREFIX) or not (root / _OWNER).exists():
-            continue
-        if is_ownerless((root / _OWNER).read_text()):
-            _log.warning("unmounting %s, whose owner is gone", mount)
-            unmount_disks(mount)
+    """Remove the directories of nodes whose owner was killed, and unmount the disks in them."""
+    beside = Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")
+    for root in sorted({*beside, *(mount.parent for mount in _mounts() if mount.parent.name.startswith(_PREFIX))}):
+        if _is_stale(root):
+            _log.warning("removing %s, whose owner is gone", root)
+            unmount_disks(root)
             shutil.rmtree(root, ignore_errors=True)
+
+
+def _is_stale(root: Path) -> bool:
+    """Whether ``root`` is of this user, and of a process that would be seen here if it still ran."""
+    try:
+        is_ours = root.lstat().st_uid == os.geteuid() and root.is_dir() and not root.is_symlink()
+        words = (root / _OWNER).read_text().split() if is_ours else []
+    except OSError:  # another one removes it, or it was killed before it said whose this is
+        return False
+    return len(words) == 2 and words[1] == _pid_namespace() and is_ownerless(words[0])
 
 
 def _mounts() -> list[Path]:

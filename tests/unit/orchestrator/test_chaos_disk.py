@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,3 +83,53 @@ def test_disks_of_a_killed_process_are_removed_and_those_of_living_ones_are_not(
     remove_stale_disks()
     assert not left.exists()
     assert os.path.ismount(disk)
+
+
+def killed_owners_root(temporary: Path) -> Path:
+    """What a process that was killed left below ``temporary``."""
+    code = (
+        "import os, signal; from orchestrator.chaos_disk import *\n"
+        "root = make_nodes_root(); (root / 'node-1').mkdir(); (root / 'node-1' / 'file').write_text('x')\n"
+        "print(root, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )  # fmt: skip
+    left = Path(done.stdout.strip())
+    assert left.parent == temporary, done.stderr
+    assert (left / "node-1" / "file").exists(), done.stderr
+    return left
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_directories_of_a_killed_process_are_removed_where_no_disk_is_mounted_in_them(temporary: Path) -> None:
+    left, own = killed_owners_root(temporary), make_nodes_root()
+    nameless = temporary / "raysume-nodes-nameless"
+    nameless.mkdir()
+    remove_stale_disks()
+    assert not left.exists()
+    assert own.exists()
+    assert nameless.exists()
+
+
+def test_what_may_belong_to_a_process_that_cannot_be_seen_here_stays(temporary: Path) -> None:
+    left = killed_owners_root(temporary)
+    tag = (left / "owner").read_text().split()[0]
+    for owner in (f"{tag} pid:[1]", tag):
+        (left / "owner").write_text(owner)
+        remove_stale_disks()
+        assert (left / "node-1" / "file").exists()
+
+
+def test_what_belongs_to_another_user_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = killed_owners_root(temporary)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
+        remove_stale_disks()
+    assert left.exists()
