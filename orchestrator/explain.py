@@ -72,7 +72,7 @@ class SaveStory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cover:
     """The first Commit at or after the step with its work, or the Attempt that went on from before it, or neither.
-    ``is_open``: a Commit may still come."""
+    A Commit that was taken out of use later is none. ``is_open``: a Commit may still come."""
 
     is_open: bool
     commit_step: int | None
@@ -291,7 +291,11 @@ def _cover(lives: Sequence[Life], index: int, step: int) -> Cover:
     for life in lives[index:]:
         if life is not lives[index] and life.restored_step < step:
             return replace(found, is_open=False, rerun_attempt=life.number, rerun_from=life.restored_step)
-        commits = [commit for commit in life.committed if commit >= step]
+        commits = [
+            commit
+            for commit, event in life.committed.items()
+            if commit >= step and not _is_out_of_use(lives, commit, float_of(event, "t_s"), math.inf)
+        ]
         if commits:
             return replace(found, is_open=False, commit_step=min(commits), commit_attempt=life.number)
     return found
@@ -316,16 +320,21 @@ def _at_risk(lives: Sequence[Life], index: int, step: int) -> AtRisk:
 
 
 def _durable_step(lives: Sequence[Life], step: int, at_s: float) -> int | None:
-    """The newest Commit at ``at_s`` that belongs to the history of the last of ``lives``."""
+    """The newest Commit at ``at_s`` that belongs to the history of the last of ``lives`` and was not out of use."""
     ceiling, found = step, []
     for life in reversed(lives):
-        found += [
-            commit for commit, event in life.committed.items() if commit <= ceiling and float_of(event, "t_s") <= at_s
-        ]
+        commits = {commit: float_of(event, "t_s") for commit, event in life.committed.items() if commit <= ceiling}
+        bases = {commit: since_s for commit, since_s in commits.items() if since_s <= at_s}
+        if life.restored_from in _DURABLE and 0 < life.restored_step <= ceiling:
+            bases[life.restored_step] = life.began_s
+        found += [base for base, since_s in bases.items() if not _is_out_of_use(lives, base, since_s, at_s)]
         ceiling = min(ceiling, life.restored_step)
-        if life.restored_from in _DURABLE and 0 < life.restored_step <= step:
-            found.append(life.restored_step)
     return max(found, default=None)
+
+
+def _is_out_of_use(lives: Sequence[Life], step: int, since_s: float, until_s: float) -> bool:
+    """Whether the Checkpoint of ``step`` that was there at ``since_s`` was quarantined until ``until_s``."""
+    return any(since_s <= life.quarantined.get(step, -math.inf) <= until_s for life in lives)
 
 
 def _trained_s(lives: Sequence[Life], after: int, until: int) -> float:

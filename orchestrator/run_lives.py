@@ -21,7 +21,8 @@ class MadeStep:
 
 @dataclass(slots=True, kw_only=True)
 class Life:
-    """One Attempt; tables are by step. ``end`` says how it ended, "" while it goes on; ``fault`` what broke it."""
+    """One Attempt; tables are by step. ``end`` says how it ended, "" while it goes on; ``fault`` what broke it.
+    ``quarantined``: when Checkpoints of any Attempt were taken out of use while this one was the newest."""
 
     number: int
     cause: str
@@ -38,6 +39,7 @@ class Life:
     skipped: dict[int, Event] = field(default_factory=dict)
     failed: dict[int, Event] = field(default_factory=dict)
     notes: dict[int, list[str]] = field(default_factory=dict)
+    quarantined: dict[int, float] = field(default_factory=dict)
     weighings: list[Event] = field(default_factory=list)
 
     def is_concerned(self, step: int) -> bool:
@@ -143,6 +145,8 @@ def _life_of(event: Event) -> Life:
 
 def _note_quarantine(track: Track, event: Event) -> None:
     step = int_of(event, "step")
+    if track.lives:
+        track.lives[-1].quarantined[step] = float_of(event, "t_s")
     for life in reversed(track.lives):
         if step in life.committed:
             life.note(step, f"taken out of use later: {text_of(event, 'reason')}")

@@ -241,6 +241,47 @@ def test_a_checkpoint_that_was_taken_out_of_use_says_so() -> None:
     assert "  note         taken out of use later: a shard is gone" in told(12, [*run_log(), bad])
 
 
+def quarantined(attempt: int, step: int, t_s: float) -> Event:
+    return {"event": "quarantined", "attempt": attempt, "step": step, "t_s": t_s, "key": "x", "reason": "a bad frame"}
+
+
+def test_a_commit_that_was_out_of_use_before_the_restore_is_no_base_and_covers_nothing() -> None:
+    events = [
+        run_log()[0],
+        begun(1, 0.0, "start", 0, "none"),
+        *steps(1, 1, 8, 0.0),
+        committed(1, 4, 9.0),
+        committed(1, 8, 17.0),
+        begun(2, 30.0, "driver-restart", 8, "object-storage"),
+        {"event": "attempt_ended", "attempt": 2, "last_step": 8, "reason": "broken"},
+        quarantined(2, 8, 31.0),
+        begun(3, 40.0, "corrupt-checkpoint", 4, "object-storage"),
+        *steps(3, 5, 10, 40.0),
+    ]
+    assert told(8, events)[-1] == "  at a fault   4 steps (8.00 s) lost: step 4 was committed"
+    assert told(9, events)[-1] == "  at a fault   5 steps (10.0 s) lost: step 4 was committed"
+    assert explain(events, 6).answers[0].cover.rerun_attempt == 3, "the Commit of step 8 covers step 6 no more"
+    events += [committed(3, 8, 49.0), *steps(3, 11, 11, 52.0)]
+    assert told(11, events)[-1] == "  at a fault   3 steps (6.00 s) lost: step 8 was committed"
+
+
+def test_a_commit_that_goes_out_of_use_while_training_goes_on_is_no_base_from_then_on() -> None:
+    events = [
+        run_log()[0],
+        begun(1, 0.0, "start", 0, "none"),
+        *steps(1, 1, 8, 0.0),
+        committed(1, 4, 9.0),
+        committed(1, 8, 17.0),
+        begun(2, 30.0, "node-lost", 8, "peer-memory"),
+        *steps(2, 9, 10, 30.0),
+        quarantined(2, 8, 32.5),
+    ]
+    assert told(9, events)[-1] == "  at a fault   1 step (2.00 s) lost: step 8 was committed"
+    assert told(10, events)[-1] == "  at a fault   6 steps (12.0 s) lost: step 4 was committed"
+    events[5] = begun(2, 30.0, "driver-restart", 8, "object-storage")
+    assert told(10, events)[-1] == "  at a fault   6 steps (12.0 s) lost: step 4 was committed"
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
