@@ -100,10 +100,10 @@ class Gathering:
             else:
                 self._slow_nodes.wake()
                 wait = self._too_few(views, len(members))
-                said = self._say_waiting(wait, said, waited)
                 all_are_going = self._all_are_going() and not self._lift_blocks()
                 if is_unsaved and (doomed := self._last_savers()):
                     return self._as_world(doomed)
+                said = self._say_waiting(wait, said, waited)
                 if all_are_going and is_save_over(waited):
                     text = f"every node that could hold a worker has a preemption notice: {wait.missing}"
                     return Stop(exit_code=ExitCode.BELOW_MINIMUM, reason=text)

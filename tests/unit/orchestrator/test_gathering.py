@@ -252,6 +252,7 @@ def test_where_too_few_nodes_stay_what_is_in_memory_alone_is_saved_by_a_world_of
     members = scene.gathering.members(wait_for_more=False, is_unsaved=True)
     assert not isinstance(members, Stop), "two of the three that hold the state would be gone before others come"
     assert [member.node_id for member in members] == ["a", "b", "c"]
+    assert scene.named("waiting") == [], "nobody is waited for"
     stop = scene.gathering.members(wait_for_more=False)
     assert isinstance(stop, Stop), "what is saved is not saved again"
     assert "(world.max_wait_s)" in stop.reason
