@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -109,6 +110,17 @@ class DriverRecord:
         self._log.close()
         if self._mirror is not None:
             self._mirror.close()
+
+    def driver_started(self, *, nonce: str, first_attempt: int, durable_step: int) -> None:
+        """Say who drives, and what it found of the Run. ``durable_step``: of the newest usable Checkpoint, 0: none."""
+        self.sink.emit(
+            "driver_started",
+            nonce=nonce,
+            pid=os.getpid(),
+            first_attempt=first_attempt,
+            reached_step=max(self.newest_step, durable_step),
+            durable_step=durable_step,
+        )
 
     def note(self, line: str) -> None:
         """A line for people that stays on the screen."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import ray
-from ray._private.utils import read_ray_address  # private: no public call tells the remembered cluster
 from ray.autoscaler.sdk import request_resources
 
 from orchestrator.claim import claim_run
@@ -30,6 +29,7 @@ from orchestrator.driver_record import DriverRecord
 from orchestrator.errors import ConfigError, cannot_start
 from orchestrator.exit_codes import ExitCode
 from orchestrator.finished import has_whole_end
+from orchestrator.found_cluster import finds_cluster
 from orchestrator.journal import Journal
 from orchestrator.keepers import KeeperCrew
 from orchestrator.lifelines import Lifelines
@@ -60,7 +60,6 @@ __all__ = ["TrainLoop", "run_driver"]
 _log = logging.getLogger(__name__)
 TrainLoop = Callable[[Any], None]
 LEASE_TTL_S = 10.0
-_PROBE_S = 3.0
 
 
 def run_driver(
@@ -144,15 +143,14 @@ class _Driver:
             first_number = 1 + max(
                 [journal.last_attempt_number(), *(commit.attempt.number for commit in log.all_commits())]
             )
-            record.sink.emit("driver_started", nonce=self._nonce, pid=os.getpid(), first_attempt=first_number)
+            newest = max((commit.step for commit in log.commits()), default=0)
+            record.driver_started(nonce=self._nonce, first_attempt=first_number, durable_step=newest)
             steps = self._config.run.steps
             if self._config.run.resume == "auto" and has_whole_end(self._store, log, steps):
-                reached = max([steps, *(commit.step for commit in log.commits())])
+                reached = max(steps, newest)
                 reason = f"step {reached} was committed before; raise run.steps, now {steps}, beyond that to train on"
                 return record.finish(RunEnd(exit_code=ExitCode.SUCCESS, reason=reason))
-            durable_step = None
-            if self._config.checkpoint.memory.mode != "off":
-                durable_step = max((commit.step for commit in log.commits()), default=0)
+            durable_step = None if self._config.checkpoint.memory.mode == "off" else newest
             try:
                 end = self._control(coordinator, journal, record, resume, stop, lease_lost, first_number, durable_step)
             except ray.exceptions.RayError as error:
@@ -296,7 +294,7 @@ def _cluster(options: DriverOptions) -> Iterator[None]:
     if environment := ray_environment():
         common["runtime_env"] = environment
     named = options.ray_address or os.environ.get("RAY_ADDRESS", "")
-    if named in ("", "auto") and _last_cluster_is_gone():
+    if named in ("", "auto") and not finds_cluster():
         named = "local"
     try:
         if named == "local":
@@ -312,20 +310,6 @@ def _cluster(options: DriverOptions) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _last_cluster_is_gone() -> bool:
-    """Ray remembers the last cluster of this machine, and would ask one that is gone for minutes."""
-    remembered = read_ray_address()
-    if not remembered:
-        return False
-    host, _, port = remembered.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
-    except (OSError, ValueError) as error:
-        _log.info("the last Ray cluster of this machine, %s, is gone: %s", remembered, error)
-        return True
-    return False
 
 
 @contextlib.contextmanager

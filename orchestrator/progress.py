@@ -14,6 +14,7 @@ from orchestrator.run_status import RunStatus
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import TextColumn
 
 __all__ = ["ProgressView", "open_progress"]
 
@@ -83,12 +84,12 @@ class _LiveProgress:
     """A bar and the status line, redrawn in place; events of note scroll by above it."""
 
     def __init__(self, total_steps: int, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
         self._status = RunStatus(total_steps=total_steps)
         self._progress = Progress(
             BarColumn(bar_width=24),
-            TextColumn("{task.description}", markup=False),
+            _status_column(self._status),
             TimeElapsedColumn(),
             console=console,
             redirect_stdout=False,
@@ -114,3 +115,16 @@ class _LiveProgress:
         if self._is_open:
             self._is_open = False
             self._progress.stop()
+
+
+def _status_column(status: RunStatus) -> TextColumn:
+    """The status line, and as time goes by without an event how long no step has come."""
+    from rich.progress import Task, TextColumn
+    from rich.text import Text
+
+    class StatusColumn(TextColumn):
+        def render(self, task: Task) -> Text:
+            silence = status.silence()
+            return Text(task.description if silence is None else f"{task.description} · {silence}")
+
+    return StatusColumn("{task.description}", markup=False)

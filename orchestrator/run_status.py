@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 
 from orchestrator.event_fields import Event, float_of, int_of, number_of
 from orchestrator.save_summary import policy_of
@@ -11,13 +15,16 @@ from orchestrator.verified_fold import VerifiedFold
 __all__ = ["RunStatus"]
 
 _SAID_EVERY_S = 60.0
+_STEPS = 20  # of the newest, whose median is the usual time
+_SILENT_S, _SILENT_STEPS = 5.0, 5  # without a step: clearly longer than usual
 
 
 @dataclass(slots=True)
 class RunStatus:
-    """The newest facts, as one line. ``total_steps`` 0: not known yet."""
+    """The newest facts, as one line. ``total_steps`` 0: not known yet. ``monotonic``: when an event has come."""
 
     total_steps: int = 0
+    monotonic: Callable[[], float] = time.monotonic
     step: int = 0
     loss: float | None = None
     tokens_per_s: float | None = None
@@ -27,6 +34,11 @@ class RunStatus:
     safe_step: int | None = None
     phase: str = "starting"
     is_store_away: bool = False
+    _is_known: bool = False  # which Checkpoint there is, if any
+    _is_resuming: bool = False
+    _stepped_at_s: float | None = None  # None: no step is to be expected
+    _usual_s: float | None = None
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
     _tokens: int | None = None
     _finished_s: float | None = None
     _base_step: int = 0
@@ -46,14 +58,10 @@ class RunStatus:
         match event.get("event"):
             case "run_started":
                 self.total_steps = _number(event, "steps", self.total_steps)
+            case "driver_started":
+                self._add_driver(event)
             case "attempt_started":
-                self.phase, self.world_size = "forming", _number(event, "world_size", self.world_size)
-                self.wanted_workers = _number(event, "wanted_workers", self.world_size)
-                self.step, self._tokens = _number(event, "restored_step", self.step), None
-                self._base_step, self._durable_s, self._finished_s = self.step, None, None
-                self._know_committed(event)
-                self.safe_step = None
-                self._bound.clear()
+                self._add_attempt(event)
             case "decision":
                 self.wanted_workers = _number(event, "workers", self.wanted_workers)
             case "regrouped":
@@ -80,8 +88,9 @@ class RunStatus:
                 self.phase = "regrouping"
             case "waiting":
                 self.phase = "waiting for nodes"
-            case "attempt_ended" if event.get("reason") == "finished":
-                self.phase = "saving"
+            case "attempt_ended":
+                self._stepped_at_s = None
+                self.phase = "saving" if event.get("reason") == "finished" else self.phase
             case "run_finished":
                 self.phase = str(event.get("status", "finished"))
 
@@ -110,13 +119,36 @@ class RunStatus:
         if self._is_skip_news and not self.is_store_away:
             self._skip_said_s = now_s
 
+    def _add_driver(self, event: Event) -> None:
+        """What the driver found of the Run. The Run goes on from the newest Checkpoint, or from what memory holds."""
+        durable = event.get("durable_step")
+        if isinstance(durable, int):
+            self.committed_step, self._is_known = durable or None, True
+        self.step = self._base_step = _number(event, "reached_step", self.step)
+        self._is_resuming = self.step > 0 or self.committed_step is not None
+        self.phase, self.world_size, self.loss, self.tokens_per_s = "starting", 0, None, None
+        self.safe_step = self._stepped_at_s = None
+
+    def _add_attempt(self, event: Event) -> None:
+        self.phase, self.world_size = "forming", _number(event, "world_size", self.world_size)
+        self.wanted_workers = _number(event, "wanted_workers", self.world_size)
+        self.step, self._tokens = _number(event, "restored_step", self.step), None
+        self._base_step, self._durable_s, self._finished_s = self.step, None, None
+        self._know_committed(event)
+        self.safe_step = self._stepped_at_s = None
+        self._is_resuming = False
+        self._bound.clear()
+        self._steps_s.clear()
+
     def _know_committed(self, event: Event) -> None:
         """What an Attempt goes on from may have been committed by a driver of which nothing else was seen here."""
         durable = event.get("durable_step")
         if isinstance(durable, int):
-            self.committed_step = durable or None
+            self.committed_step, self._is_known = durable or None, True
         elif event.get("restored_from") in ("local-disk", "object-storage"):
-            self.committed_step = int_of(event, "restored_step")
+            self.committed_step, self._is_known = int_of(event, "restored_step"), True
+        elif not int_of(event, "restored_step"):
+            self._is_known = True
 
     def _add_commit(self, step: int) -> None:
         self.committed_step = self._base_step = step
@@ -135,15 +167,38 @@ class RunStatus:
         self.safe_step = safe if safe >= 0 else self.safe_step
         self.world_size = _number(event, "world_size", self.world_size)
         loss, seconds = event.get("loss"), event.get("step_s")
+        self._pace(number_of(event, "step_s"))
         self.loss = float(loss) if isinstance(loss, int | float) else None
         tokens = int_of(event, "tokens")
         if self._tokens is not None and isinstance(seconds, int | float) and seconds > 0:
             self.tokens_per_s = (tokens - self._tokens) / seconds
         self._tokens = tokens
 
+    def _pace(self, step_s: float | None) -> None:
+        is_first, self._stepped_at_s = self._stepped_at_s is None, self.monotonic()
+        if step_s is None:
+            return
+        if not is_first:
+            self._steps_s.append(step_s)
+            self._usual_s = median(self._steps_s)
+        elif self._usual_s is None:  # a World's first step is no measure, yet better than none
+            self._usual_s = step_s
+
+    def silence(self) -> str | None:
+        """Where no step has come for clearly longer than usual: for how long. Says so at any time, without an event."""
+        began_s, usual_s = self._stepped_at_s, self._usual_s
+        if self.phase != "training" or began_s is None or usual_s is None:
+            return None
+        silent_s = self.monotonic() - began_s
+        return f"no step for {silent_s:.0f} s" if silent_s > max(_SILENT_S, _SILENT_STEPS * usual_s) else None
+
     def line(self) -> str:
         """E.g. ``step 40/120 · loss 5.213 · 2,214 tokens/s · 4 workers · committed 30 · 10 steps (8 s) at risk``."""
-        parts = [f"step {self.step}/{self.total_steps}" if self.total_steps else f"step {self.step}"]
+        parts = []
+        if self._is_known or self.step:
+            of = f"/{self.total_steps}" if self.total_steps else ""
+            head = f"step {self.step}{of}"
+            parts.append(f"resuming: {head} reached" if self._is_resuming else head)
         if self.loss is not None:
             parts.append(f"loss {self.loss:.3f}")
         if self.tokens_per_s is not None:
@@ -151,7 +206,10 @@ class RunStatus:
         if self.world_size:
             wanted = f" of {self.wanted_workers}" if self.wanted_workers > self.world_size else ""
             parts.append(f"{self.world_size}{wanted} worker{'s' if self.world_size > 1 or wanted else ''}")
-        parts.append("no checkpoint yet" if self.committed_step is None else f"committed {self.committed_step}")
+        if self.committed_step is not None:
+            parts.append(f"committed {self.committed_step}")
+        elif self._is_known:
+            parts.append("no checkpoint yet")
         if (verified := self._verified.words()) is not None:
             parts.append(verified)
         at_risk = self.step - self._base_step

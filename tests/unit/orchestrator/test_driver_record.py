@@ -17,6 +17,7 @@ from orchestrator.exit_codes import ExitCode
 from orchestrator.options import DriverOptions
 from orchestrator.run_identity import open_run_record
 from storage.commit_log import CommitLog
+from storage.events import read_events
 from storage.keys import SUMMARY
 from storage.memory_store import MemoryStore
 from tests.fakes.away_store import AwayStore
@@ -99,6 +100,22 @@ def test_a_later_driver_knows_how_far_the_run_had_come_and_when_it_last_trained(
     with record_in(store, tmp_path, io.StringIO()) as second:
         assert second.newest_step == 2
         assert second.trained_until_s == pytest.approx(start_unix_s + 30.0)
+
+
+def test_a_driver_says_how_far_the_run_had_come_and_what_is_committed_of_it(store: AwayStore, tmp_path: Path) -> None:
+    with record_in(store, tmp_path, io.StringIO()) as record:
+        record.driver_started(nonce="0", first_attempt=1, durable_step=0)
+        record.sink.emit("step", attempt=1, step=6, finished_s=10.0)
+    with record_in(store, tmp_path, io.StringIO()) as record:
+        record.driver_started(nonce="1", first_attempt=2, durable_step=4)
+    with record_in(store, tmp_path, io.StringIO()) as record:  # the last events of a machine that went are missing
+        record.driver_started(nonce="2", first_attempt=3, durable_step=8)
+    told = [
+        (event["reached_step"], event["durable_step"])
+        for event in read_events(tmp_path / "events.jsonl")
+        if event["event"] == "driver_started"
+    ]
+    assert told == [(0, 0), (6, 4), (8, 8)]
 
 
 def test_the_report_counts_the_checkpoints_that_are_in_use(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import io
 import math
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 from orchestrator.event_lines import event_line
-from orchestrator.progress import open_progress
+from orchestrator.progress import _status_column, open_progress
 from orchestrator.report_text import duration, report_text, size, sparkline
 from orchestrator.run_status import RunStatus
 from orchestrator.summary import Event, summarize
@@ -139,13 +141,99 @@ def test_plain_progress_writes_a_line_every_ten_steps_and_for_events_of_note() -
         ({"restored_from": "local-disk", "durable_step": 20}, "committed 20"),
         ({"restored_from": "peer-memory", "durable_step": 15}, "committed 15"),
         ({"restored_from": "peer-memory", "durable_step": 0}, "no checkpoint yet"),
-        ({"restored_from": "peer-memory"}, "no checkpoint yet"),
+        ({"restored_from": "none", "restored_step": 0}, "no checkpoint yet"),
+        ({"restored_from": "peer-memory"}, "1 worker"),
     ],
 )
 def test_a_resumed_run_is_said_to_have_the_checkpoint_that_it_has(restored: Event, shown: str) -> None:
     status = RunStatus()
     status.add({"event": "attempt_started", "restored_step": 20, "world_size": 1, **restored})
     assert f" · {shown} · " in status.line()
+    assert ("no checkpoint" in status.line()) is (shown == "no checkpoint yet")
+
+
+@pytest.mark.parametrize(
+    ("found", "shown"),
+    [
+        ({}, "starting"),
+        ({"reached_step": 0, "durable_step": 0}, "step 0/1500 · no checkpoint yet · starting"),
+        ({"reached_step": 86, "durable_step": 80}, "resuming: step 86/1500 reached · committed 80 · starting"),
+        ({"reached_step": 86, "durable_step": 0}, "resuming: step 86/1500 reached · no checkpoint yet · starting"),
+    ],
+)
+def test_what_a_driver_found_of_the_run_is_said_before_its_first_attempt_and_nothing_else(
+    found: Event, shown: str
+) -> None:
+    status = RunStatus(total_steps=1500)
+    assert status.line() == "starting"
+    status.add({"event": "driver_started", "nonce": "0", "pid": 1, **found})
+    assert status.line() == shown
+    status.add({"event": "waiting", "have": 0, "need": 1, "missing": "1 more worker(s)"})
+    assert status.line() == shown.replace("starting", "waiting for nodes")
+
+
+def test_a_driver_that_takes_over_in_the_same_view_has_no_workers_yet() -> None:
+    status = RunStatus(total_steps=100)
+    for event in training(steps=3):
+        status.add(event)
+    status.add({"event": "driver_started", "reached_step": 3, "durable_step": 2})
+    assert status.line() == "resuming: step 3/100 reached · committed 2 · starting"
+    status.add({"event": "attempt_started", "world_size": 4, "restored_step": 2, "durable_step": 2})
+    assert status.line() == "step 2/100 · 4 workers · committed 2 · forming"
+
+
+def training(steps: int, step_s: float = 1.0) -> list[Event]:
+    made: list[Event] = [{"event": "step", "step": step, "step_s": step_s} for step in range(1, steps + 1)]
+    return [{"event": "attempt_started", "world_size": 4, "restored_step": 0}, *made]
+
+
+@pytest.mark.parametrize(("step_s", "quiet_s", "said_s"), [(0.5, 5.0, 9.0), (2.0, 10.0, 10.6)])
+def test_no_step_for_clearly_longer_than_usual_is_said_until_one_comes(
+    step_s: float, quiet_s: float, said_s: float
+) -> None:
+    now = [100.0]
+    status = RunStatus(monotonic=lambda: now[0])
+    for event in training(4, step_s):
+        status.add(event)
+    now[0] = 100.0 + quiet_s
+    assert status.silence() is None
+    now[0] = 100.0 + said_s
+    assert status.silence() == f"no step for {said_s:.0f} s"
+    status.add({"event": "step", "step": 5, "step_s": said_s})
+    assert status.silence() is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "fault", "cause": "hang"},
+        {"event": "checkpointing", "step": 4},
+        {"event": "attempt_ended", "reason": "left"},
+        {"event": "attempt_started", "world_size": 3, "restored_step": 4},
+        {"event": "run_finished", "status": "stopped"},
+    ],
+)
+def test_a_world_that_is_at_something_else_owes_no_step(event: Event) -> None:
+    now = [100.0]
+    status = RunStatus(monotonic=lambda: now[0])
+    for earlier in (*training(4), event):
+        status.add(earlier)
+    now[0] = 200.0
+    assert status.silence() is None
+
+
+def test_the_live_line_says_that_no_step_comes_without_any_event() -> None:
+    now = [100.0]
+    status = RunStatus(monotonic=lambda: now[0])
+    for event in training(4):
+        status.add(event)
+    column = _status_column(status)
+    progress = Progress(column, console=Console(file=io.StringIO()))
+    progress.add_task(status.line())
+    (task,) = progress.tasks
+    assert str(column(task)).endswith(" · training")
+    now[0] = 109.0
+    assert str(column(task)).endswith(" · training · no step for 9 s")
 
 
 def test_one_of_something_is_not_said_to_be_several() -> None:
