@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from orchestrator.event_fields import Event, float_of, int_of, text_of, texts_of
+from orchestrator.event_fields import Event, float_of, int_of, text_of
+from orchestrator.fault_fold import PLANNED_CAUSES, FaultFold
 from orchestrator.memory_summary import MemoryFold, MemorySummary, farthest_tier
 from orchestrator.save_summary import SaveFold, SavesSummary, stored_bytes_of
 from orchestrator.skipped_summary import SkippedSummary, skipped_window
@@ -30,11 +31,6 @@ __all__ = [
     "summarize",
 ]
 
-_FAULT_VERBS = frozenset(
-    {"kill-node", "kill-worker", "stop-worker", "drain-node", "cut-node", "oom-worker", "raise-in-worker"}
-)
-_DRIVER_VERBS = frozenset({"kill-driver", "kill-coordinator"})  # a driver ends with its coordinator
-_PLANNED_CAUSES = frozenset({"start", "join", "leave", "resize", "scale", "slow-node"})
 _DRIVER_RESTART = "driver-restart"
 _PREEMPTION = "preemption"
 
@@ -137,14 +133,10 @@ class SummaryFold:
     _steps: dict[int, _Step] = field(default_factory=dict)
     _evals: dict[int, float] = field(default_factory=dict)
     _commits: list[CommitSummary] = field(default_factory=list)
-    _node_of_worker: dict[str, str] = field(default_factory=dict)
-    _unmatched_chaos: list[Event] = field(default_factory=list)
-    _faults: list[Event] = field(default_factory=list)
+    _faults: FaultFold = field(default_factory=FaultFold)
     _unplanned: list[str] = field(default_factory=list)
     _has_driver: bool = False
     _driver_vanished: bool = False
-    _driver_lost_s: float | None = None
-    _driver_back_s: float | None = None
     _skipped: list[SkippedSummary] = field(default_factory=list)
     _ended_step: int = 0
     _first_began_s: float | None = None
@@ -161,6 +153,9 @@ class SummaryFold:
         self._memory.add(event)
         self._saves.add(event)
         self._verified.add(event)
+        if event.get("event") == "driver_started" and self._faults.newest_cause is not None:
+            self._unplanned.append(self._faults.newest_cause)  # it ended the driver before: no Attempt followed it
+        self._faults.add(event)
         match event.get("event"):
             case "run_started":
                 self._run_id = self._run_id or text_of(event, "run_id")
@@ -168,13 +163,6 @@ class SummaryFold:
                 self._driver_vanished = self._has_driver and self._status == "running"
                 self._has_driver = True
                 self._status, self._exit_reason, self._exit_code = "running", "", None
-                self._driver_back_s = float_of(event, "t_s")
-            case "worker_ready":
-                self._node_of_worker[text_of(event, "worker")] = text_of(event, "node_id")
-            case "chaos":
-                self._add_chaos(event)
-            case "fault":
-                self._faults.append(event)
             case "attempt_started":
                 self._start_attempt(event)
             case "restored" if self._is_current(event):
@@ -209,7 +197,8 @@ class SummaryFold:
         history = sorted(self._steps.items())
         last = history[-1][1] if history else None
         # The last fault may have ended the run, so that no Attempt followed it.
-        causes = [*self._unplanned, *(text_of(fault, "cause") for fault in self._faults[-1:])]
+        newest = self._faults.newest_cause
+        causes = [*self._unplanned, *([] if newest is None else [newest])]
         return RunSummary(
             run_id=self._run_id,
             status=self._status,
@@ -240,23 +229,17 @@ class SummaryFold:
     def _is_current(self, event: Event) -> bool:
         return bool(self._attempts) and int_of(event, "attempt") == self._attempts[-1]["attempt"]
 
-    def _add_chaos(self, event: Event) -> None:
-        if event.get("verb") in _DRIVER_VERBS:
-            self._driver_lost_s = float_of(event, "t_s")
-        elif event.get("verb") in _FAULT_VERBS:
-            self._unmatched_chaos.append(event)
-
     def _start_attempt(self, event: Event) -> None:
         restored_step = int_of(event, "restored_step")
         finished = max([self._ended_step, *self._steps])
-        detected_s = self._detected_s(event)
+        fault_s, detected_s = self._faults.begin(event, is_first=not self._attempts)
         self._attempts.append(
             AttemptSummary(
                 attempt=int_of(event, "attempt"),
                 cause=text_of(event, "cause"),
                 world_size=int_of(event, "world_size"),
                 wanted_workers=int_of(event, "wanted_workers") or int_of(event, "world_size"),
-                fault_s=self._fault_s(event, detected_s),
+                fault_s=fault_s,
                 detected_s=detected_s,
                 regrouped_s=None,
                 first_step_s=None,
@@ -267,12 +250,10 @@ class SummaryFold:
         )
         cause = self._attempts[-1]["cause"]
         # A driver that said goodbye and was submitted again is no failure; one that vanished is.
-        if cause not in _PLANNED_CAUSES and (cause != _DRIVER_RESTART or self._driver_vanished):
+        if cause not in PLANNED_CAUSES and (cause != _DRIVER_RESTART or self._driver_vanished):
             self._unplanned.append(cause)
         self._driver_vanished = False
         self._forget_after(restored_step)
-        self._faults.clear()
-        self._driver_lost_s = self._driver_back_s = None
         self._ended_step = 0
         self._first_began_s = None
 
@@ -280,44 +261,6 @@ class SummaryFold:
         """The driver asks now and then, so it may see the ranks formed only after they have begun to train."""
         began_s = self._first_began_s
         self._attempts[-1]["regrouped_s"] = seen_s if began_s is None else min(seen_s, began_s)
-
-    def _detected_s(self, event: Event) -> float | None:
-        detected = event.get("detected_s")
-        if isinstance(detected, int | float):
-            return float(detected)
-        if not self._attempts:
-            return None
-        if self._faults:
-            return float_of(self._faults[0], "detected_s") or float_of(self._faults[0], "t_s")
-        # Only a new driver goes on without a fault of its own: it found out when it started.
-        return self._driver_back_s if self._driver_back_s is not None else float_of(event, "t_s")
-
-    def _fault_s(self, event: Event, detected_s: float | None) -> float | None:
-        """When the trouble really began: the injected fault that explains it, else when it was noticed."""
-        if detected_s is None or not self._attempts:
-            return None
-        if self._driver_lost_s is not None and self._driver_back_s is not None:
-            return self._driver_lost_s
-        if event.get("cause") in _PLANNED_CAUSES:
-            return detected_s
-        nodes = self._nodes_at_fault()
-        earlier = [
-            chaos
-            for chaos in self._unmatched_chaos
-            if float_of(chaos, "t_s") <= detected_s and (not nodes or text_of(chaos, "node_id") in nodes)
-        ]
-        self._unmatched_chaos = [chaos for chaos in self._unmatched_chaos if chaos not in earlier]
-        if earlier:
-            return min(float_of(chaos, "t_s") for chaos in earlier)
-        told = event.get("fault_s")
-        return float(told) if isinstance(told, int | float) else detected_s
-
-    def _nodes_at_fault(self) -> set[str]:
-        nodes: set[str] = set()
-        for fault in self._faults:
-            nodes.update(texts_of(fault, "nodes"))
-            nodes.update(self._node_of_worker.get(worker, "") for worker in texts_of(fault, "workers"))
-        return nodes - {""}
 
     def _forget_after(self, step: int) -> None:
         self._lost_work_s += sum(value.step_s for number, value in self._steps.items() if number > step)
