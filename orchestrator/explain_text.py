@@ -7,6 +7,9 @@ from orchestrator.report_text import duration, size
 
 __all__ = ["explanation_text"]
 
+_NO_POLICY = (
+    "no save policy was on: saves came by the fixed cadence (checkpoint.every_steps, every_s) or were asked for"
+)
 _PART_NAMES = {
     "stall_s": "stall",
     "encode_s": "encode",
@@ -73,14 +76,14 @@ def _save_rows(save: SaveStory) -> list[tuple[str, str]]:
 
 def _weighing_rows(answer: Answer) -> list[tuple[str, str]]:
     weighing = answer.weighing
-    if weighing is None:
+    if weighing is None or not weighing.thoughts:
         around = [
             f"{what} at step {step}"
             for what, step in (("the last save before was", answer.save_before), ("the next one", answer.save_after))
             if step is not None
         ]
         return [
-            ("weighed", _why_not_weighed(answer)),
+            ("weighed", _why_not_weighed(answer) if weighing is None else _NO_POLICY),
             *([("saves", ", ".join(around))] if around and answer.save is None else []),
         ]
     rows = [("weighed", f"at step {weighing.step}"), *(("", line) for line in _table(weighing.thoughts))]
@@ -96,10 +99,10 @@ def _weighing_rows(answer: Answer) -> list[tuple[str, str]]:
 
 
 def _why_not_weighed(answer: Answer) -> str:
-    first = "none came" if answer.first_weighed is None else f"the first came at step {answer.first_weighed}"
+    later = "" if answer.first_weighed is None else f"; the first time was at step {answer.first_weighed}"
     return (
-        "no weighing is on record yet: of an attempt one is kept when a policy asks for a save, else every "
-        f"policy.evaluate_every_steps steps, since fewer give too few signals; {first}"
+        "what the save policies thought was not written down yet in this attempt: that happens when one of them asks "
+        f"for a save, and otherwise every policy.evaluate_every_steps steps{later}"
     )
 
 

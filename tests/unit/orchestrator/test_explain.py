@@ -99,15 +99,26 @@ TABLE = [
 
 
 NOT_WEIGHED = (
-    "no weighing is on record yet: of an attempt one is kept when a policy asks for a save, else every "
-    "policy.evaluate_every_steps steps, since fewer give too few signals; "
+    "what the save policies thought was not written down yet in this attempt: that happens when one of them asks "
+    "for a save, and otherwise every policy.evaluate_every_steps steps"
 )
 
 
 def test_an_attempts_first_steps_say_why_nothing_was_weighed_yet_and_when_that_came() -> None:
-    assert told(5)[3] == f"  weighed      {NOT_WEIGHED}the first came at step 10"
+    assert told(5)[3] == f"  weighed      {NOT_WEIGHED}; the first time was at step 10"
     answer = explain(run_log(), 5).answers[0]
     assert (answer.weighing, answer.first_weighed) == (None, 10)
+
+
+def test_under_a_fixed_cadence_no_empty_table_is_shown() -> None:
+    events = [{**event, "opinions": []} if event["event"] == "save_weighed" else event for event in run_log()]
+    lines = told(22, events)
+    assert lines[3:5] == [
+        "  weighed      no save policy was on: "
+        "saves came by the fixed cadence (checkpoint.every_steps, every_s) or were asked for",
+        "  saves        the last save before was at step 12, the next one at step 34",
+    ]
+    assert lines[5].startswith("  covered by")
 
 
 def test_a_committed_save_names_its_order_what_all_thought_and_how_long_each_part_took() -> None:
@@ -179,7 +190,7 @@ def test_a_step_that_was_made_again_is_told_of_each_attempt() -> None:
         "               of all memory 22 steps (44.0 s) lost: step 12 was committed",
         "",
         "Attempt 2 (node-lost), steps 31 to 50 so far: no save at step 34",
-        f"  weighed      {NOT_WEIGHED}none came",
+        f"  weighed      {NOT_WEIGHED}",
         "  saves        the next one at step 44",
         "  covered by   no commit yet",
         "  at a fault   22 steps (44.0 s) lost: step 12 was committed",
