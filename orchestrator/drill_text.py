@@ -14,7 +14,7 @@ from orchestrator.drill_history import History, Strike
 from orchestrator.drill_parting import hints, parting_lines
 from orchestrator.drill_rules import LOSS, WEIGHTS, Quantity
 from orchestrator.report_text import count
-from orchestrator.summary import AttemptSummary
+from orchestrator.summary import AttemptSummary, back_after_s
 
 __all__ = ["DrillResult", "result_json", "result_text"]
 
@@ -130,7 +130,7 @@ def _recoveries(history: History) -> list[str]:
         f"workers {' > '.join(map(str, _sizes(history.attempts)))}"
     ]
     for attempt in history.recoveries:
-        took = _recovery_s(attempt)
+        took = back_after_s(attempt)
         time = "" if took is None else f", {took:.1f} s"
         lines.append(
             f"  {attempt['cause']:16} {count(attempt['world_size'], 'worker')} from step {attempt['restored_step']} on "
@@ -145,12 +145,6 @@ def _sizes(attempts: Sequence[AttemptSummary]) -> list[int]:
         if not sizes or sizes[-1] != attempt["world_size"]:
             sizes.append(attempt["world_size"])
     return sizes
-
-
-def _recovery_s(attempt: AttemptSummary) -> float | None:
-    """From the fault to the end of the first step after it."""
-    began, stepped = attempt["fault_s"], attempt["first_step_s"]
-    return None if began is None or stepped is None else max(0.0, stepped - began)
 
 
 def _losses(result: DrillResult) -> list[str]:
@@ -238,7 +232,7 @@ def _recovery_json(attempt: AttemptSummary) -> JsonValue:
         "restored_step": attempt["restored_step"],
         "restored_from": attempt["restored_from"],
         "lost_steps": attempt["lost_steps"],
-        "recovery_s": _recovery_s(attempt),
+        "recovery_s": back_after_s(attempt),
     }
 
 

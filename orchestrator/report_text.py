@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from orchestrator.next_steps import next_steps
 from orchestrator.save_summary import Spacing
-from orchestrator.summary import AttemptSummary, RunSummary
+from orchestrator.summary import AttemptSummary, RunSummary, back_after_s
 
 __all__ = ["count", "duration", "report_text", "size", "sparkline"]
 
@@ -141,8 +141,8 @@ def _attempt_row(attempt: AttemptSummary) -> tuple[str, ...]:
     lost = count(attempt["lost_steps"], "step") if attempt["lost_steps"] else "nothing"
     back = "-"
     if attempt["fault_s"] is not None:
-        first = attempt["first_step_s"]
-        back = "no step finished" if first is None else duration(max(0.0, first - attempt["fault_s"]))
+        took_s = back_after_s(attempt)
+        back = "no step finished" if took_s is None else duration(took_s)
     return (
         str(attempt["attempt"]),
         _CAUSES.get(attempt["cause"], attempt["cause"]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from orchestrator.event_fields import Event, float_of, int_of, text_of
 from orchestrator.fault_fold import PLANNED_CAUSES, FaultFold
@@ -27,6 +27,7 @@ __all__ = [
     "StepLoss",
     "SummaryFold",
     "WorldSize",
+    "back_after_s",
     "begins_history",
     "summarize",
 ]
@@ -58,11 +59,14 @@ class CommitSummary(TypedDict):
 
 
 class AttemptSummary(TypedDict):
+    """``halted_s``: since when nothing was trained; not in a summary of an older version."""
+
     attempt: int
     cause: str
     world_size: int
     wanted_workers: int
     fault_s: float | None
+    halted_s: NotRequired[float | None]
     detected_s: float | None
     regrouped_s: float | None
     first_step_s: float | None
@@ -126,6 +130,7 @@ class SummaryFold:
     _exit_code: int | None = None
     _weights_digest: str | None = None
     _last_s: float = 0.0
+    _trained_until_s: float = 0.0
     _lost_work_s: float = 0.0
     _recovery_s: float = 0.0
     _startup_s: float = 0.0
@@ -240,6 +245,7 @@ class SummaryFold:
                 world_size=int_of(event, "world_size"),
                 wanted_workers=int_of(event, "wanted_workers") or int_of(event, "world_size"),
                 fault_s=fault_s,
+                halted_s=None if fault_s is None else max(fault_s, self._trained_until_s),
                 detected_s=detected_s,
                 regrouped_s=None,
                 first_step_s=None,
@@ -270,15 +276,18 @@ class SummaryFold:
     def _add_step(self, event: Event) -> None:
         attempt = self._attempts[-1]
         step_s = float_of(event, "step_s")
+        finished_s = float_of(event, "finished_s") or float_of(event, "t_s")
+        self._trained_until_s = max(self._trained_until_s, finished_s)
         if attempt["first_step_s"] is None:
-            first_step_s = attempt["first_step_s"] = float_of(event, "finished_s") or float_of(event, "t_s")
-            self._first_began_s = began_s = max(0.0, first_step_s - step_s)
+            attempt["first_step_s"] = finished_s
+            self._first_began_s = began_s = max(0.0, finished_s - step_s)
             if attempt["regrouped_s"] is not None:
                 self._set_regrouped(attempt["regrouped_s"])
-            if attempt["fault_s"] is None:
+            halted_s = attempt.get("halted_s")
+            if halted_s is None:
                 self._startup_s += began_s
             else:
-                self._recovery_s += max(0.0, began_s - attempt["fault_s"])
+                self._recovery_s += max(0.0, began_s - halted_s)
         chain = event.get("sample_chain")
         self._steps[int_of(event, "step")] = _Step(
             loss=float_of(event, "loss"),
@@ -307,6 +316,12 @@ def summarize(events: Iterable[Event]) -> RunSummary:
             fold = SummaryFold()
         fold.add(event)
     return fold.result()
+
+
+def back_after_s(attempt: AttemptSummary) -> float | None:
+    """From when nothing was trained to the end of the first step; None where nothing failed or no step was finished."""
+    halted_s, first_step_s = attempt.get("halted_s", attempt["fault_s"]), attempt["first_step_s"]
+    return None if halted_s is None or first_step_s is None else max(0.0, first_step_s - halted_s)
 
 
 def begins_history(event: Event) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.summary import AttemptSummary, Event, summarize
+from orchestrator.report_text import report_text
+from orchestrator.summary import AttemptSummary, Event, back_after_s, summarize
 
 
 def line(event: str, t_s: float, **fields: object) -> Event:
@@ -104,3 +105,38 @@ def test_a_world_that_left_in_time_was_told_by_a_notice_and_by_nothing_else() ->
     assert last_attempt([*trained(), chaos("kill-node", 8.0, "spare"), *notice])["fault_s"] == 16.0
     both = [*trained(), chaos("kill-node", 8.0, "spare"), chaos("drain-node", 15.9), *notice]
     assert last_attempt(both)["fault_s"] == 15.9
+
+
+def test_a_planned_leave_costs_from_the_last_step_of_the_world_that_left() -> None:
+    events = [
+        *trained(),
+        line("attempt_ended", 15.5, attempt=1, last_step=10, reason="left"),
+        begun(2, 15.6, "join", 10, 7.0),
+        *steps(2, 11, 20, 17.0),
+        line("run_finished", 27.0, status="finished", exit_reason="done", exit_code=0),
+    ]
+    summary = summarize(events)
+    joined, goodput = summary["attempts"][-1], summary["goodput"]
+    assert (joined["fault_s"], joined.get("halted_s"), back_after_s(joined)) == (7.0, 15.0, 3.0)
+    assert goodput["recovery_s"] == 2.0
+    assert goodput["startup_s"] + goodput["recovery_s"] + goodput["productive_s"] == 27.0
+    assert next(row for row in report_text(summary, url="/o").splitlines() if "joined" in row).endswith("  3.00 s")
+
+
+def test_a_notice_that_the_world_trained_through_costs_nothing_until_its_last_step() -> None:
+    events = [*trained(), chaos("drain-node", 9.0), begun(2, 15.6, "preemption", 10, 9.5), *steps(2, 11, 11, 17.0)]
+    assert (last_attempt(events)["fault_s"], back_after_s(last_attempt(events))) == (9.0, 3.0)
+    killed = [
+        *trained(),
+        chaos("kill-driver", 15.2),
+        line("driver_started", 30.0),
+        begun(2, 31.0, "driver-restart", 10),
+    ]
+    killed += steps(2, 11, 11, 32.0)
+    assert back_after_s(last_attempt(killed)) == 33.0 - 15.2
+
+
+def test_a_summary_of_an_older_version_says_back_after_as_it_did() -> None:
+    old = last_attempt([*trained(), begun(2, 15.6, "join", 10, 7.0), *steps(2, 11, 11, 17.0)])
+    del old["halted_s"]
+    assert back_after_s(old) == 18.0 - 7.0

@@ -67,11 +67,12 @@ def test_a_killed_node_gives_exactly_this_summary() -> None:
         loss_last=2.5,
         world_sizes=[{"step": 1, "size": 2}, {"step": 4, "size": 1}],
         attempts=[
-            {"attempt": 1, "cause": "start", "world_size": 2, "wanted_workers": 2, "fault_s": None, "detected_s": None,
-             "regrouped_s": 5.0, "first_step_s": 7.0, "lost_steps": 0, "restored_step": 0, "restored_from": "none"},
+            {"attempt": 1, "cause": "start", "world_size": 2, "wanted_workers": 2, "fault_s": None, "halted_s": None,
+             "detected_s": None, "regrouped_s": 5.0, "first_step_s": 7.0, "lost_steps": 0, "restored_step": 0,
+             "restored_from": "none"},
             {"attempt": 2, "cause": "node-lost", "world_size": 1, "wanted_workers": 1, "fault_s": 11.2,
-             "detected_s": 11.7, "regrouped_s": 12.4, "first_step_s": 14.2, "lost_steps": 2, "restored_step": 3,
-             "restored_from": "object-storage"},
+             "halted_s": 11.2, "detected_s": 11.7, "regrouped_s": 12.4, "first_step_s": 14.2, "lost_steps": 2,
+             "restored_step": 3, "restored_from": "object-storage"},
         ],
         commits=[
             {"step": 3, "bytes": 600, "stall_s": 0.25, "upload_s": 0.5},
