@@ -73,6 +73,8 @@ class RunStatus:
                 self._add_order(event)
             case "committed":
                 self._add_commit(int_of(event, "step"))
+            case "quarantined" if int_of(event, "step") == self.committed_step:
+                self.committed_step, self._is_known = None, False  # an older one may be there
             case "data_awaited":
                 self.phase = "waiting for data"
             case "checkpointing" | "evaluating" as phase:
@@ -151,7 +153,8 @@ class RunStatus:
             self._is_known = True
 
     def _add_commit(self, step: int) -> None:
-        self.committed_step = self._base_step = step
+        self.committed_step, self._is_known = step, True
+        self._base_step = step
         self._durable_s = self._bound.get(step) or self._finished_s
         self._bound = {bound: at_s for bound, at_s in self._bound.items() if bound > step}
 
@@ -191,6 +194,18 @@ class RunStatus:
             return None
         silent_s = self.monotonic() - began_s
         return f"no step for {silent_s:.0f} s" if silent_s > max(_SILENT_S, _SILENT_STEPS * usual_s) else None
+
+    def last_words(self) -> str:
+        """Of a driver that could not say them itself, and whose cluster ends with it: from where the Run goes on."""
+        if not self._is_known:
+            return "the same command goes on from the newest checkpoint, if there is one"
+        if self.committed_step is None:
+            return "no checkpoint was committed, so the same command begins anew"
+        words = [f"newest checkpoint: step {self.committed_step}"]
+        if self.step > self.committed_step:
+            first = self.committed_step + 1
+            words.append(f"step{'' if first == self.step else f's {first} to'} {self.step} will be trained again")
+        return "; ".join([*words, "the same command goes on from there"])
 
     def line(self) -> str:
         """E.g. ``step 40/120 · loss 5.213 · 2,214 tokens/s · 4 workers · committed 30 · 10 steps (8 s) at risk``."""

@@ -24,6 +24,7 @@ from orchestrator.event_tail import EventTail
 from orchestrator.exit_codes import ExitCode
 from orchestrator.local_cluster import LocalCluster
 from orchestrator.progress import ProgressView, open_progress
+from orchestrator.run_status import RunStatus
 from orchestrator.stop_signals import stop_signals
 from orchestrator.store_proxy import StoreProxy
 from orchestrator.supervisor_plan import Cluster, Driver, SupervisorPlan
@@ -122,6 +123,7 @@ class Supervisor:
         self._stop_deadline_s: float | None = None
         self._schedule = ChaosSchedule(plan.actions, seed=plan.config.seed)
         self._tail = EventTail(plan.events_path)
+        self._status = RunStatus()
         self._driver_pids: set[int] = set()
         self._deeds = Deeds(plan, cluster, self._schedule, proxy)
         self._is_armed = False
@@ -182,7 +184,8 @@ class Supervisor:
             return code
         if self._stops:
             return ExitCode.STOPPED
-        logger.error("the driver was killed by signal %s, which nobody here sent", -code)
+        last_words = self._status.last_words()
+        logger.error("the driver was killed by signal %s, which nobody here sent; %s", -code, last_words)
         return ExitCode.INTERNAL_ERROR
 
     def _pause(self, seconds: float) -> None:
@@ -215,6 +218,7 @@ class Supervisor:
             # The file may begin with an earlier life of the run, whose steps must set off nothing.
             self._is_armed = event.get("pid") in self._driver_pids
         self._deeds.take_in(event)
+        self._status.add(event)
         if self._is_armed:
             self._view.on_event(event)
 

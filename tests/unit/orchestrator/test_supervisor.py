@@ -219,10 +219,11 @@ def test_a_killed_driver_is_started_again_and_told_to_go_on(tmp_path: Path) -> N
     assert stage.chaos() == [("kill-driver", None, 3, 3)]
 
 
-def test_a_driver_that_died_by_itself_is_not_started_again(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, "", [(range(1, 3), -signal.SIGSEGV)])
-    assert stage.supervisor.run() == ExitCode.INTERNAL_ERROR
-    assert len(stage.started) == 1
+def test_a_driver_that_died_by_itself_is_not_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(tmp_path, "", [(range(1, 4), -signal.SIGSEGV)])
+    stage.on_step = lambda step: stage.log.emit("committed", step=2) if step == 3 else None
+    assert (stage.supervisor.run(), len(stage.started)) == (ExitCode.INTERNAL_ERROR, 1)
+    assert "newest checkpoint: step 2; step 3 will be trained again" in caplog.text
 
 
 @pytest.mark.parametrize("code", [ExitCode.SUCCESS, ExitCode.USER_ERROR, ExitCode.REFUSED])
@@ -379,8 +380,7 @@ def test_a_store_that_is_not_reached_through_the_supervisor_is_not_said_to_be_aw
 def test_a_process_that_is_not_the_nodes_is_never_hit(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     stage = Stage(tmp_path, "kill-worker@2", [(range(1, 4), 0)], nodes=1, raylet=sleeper.pid)
     stage.on_step = lambda _step: stage.log.emit("worker_ready", worker="w", node_id="node1", pid=sleeper.pid)
-    assert stage.supervisor.run() == 0
-    assert stage.chaos() == []
+    assert (stage.supervisor.run(), stage.chaos()) == (0, [])
     assert is_running(sleeper.pid)
 
 
