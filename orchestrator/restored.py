@@ -20,7 +20,8 @@ __all__ = ["restored_fields", "restored_words"]
 def restored_fields(restores: Iterable[Restored]) -> dict[str, Any]:
     """``tiers``: bytes that all ranks read, by Tier; ``bound``: the largest that a restored tensor promises.
 
-    ``proof``: of the first rank; all have judged alike. ``side_by_side``: field, saved, restored.
+    ``proof``: of the first rank; all have judged alike. ``side_by_side``: field, saved, restored. ``schedule_steps``:
+    how long the LR schedule was and is, there only where the two differ.
     """
     restores = tuple(restores)
     tiers: Counter[str] = Counter()
@@ -29,6 +30,7 @@ def restored_fields(restores: Iterable[Restored]) -> dict[str, Any]:
     bound = max((restored.bound for restored in restores if restored.bound is not None), default=None)
     proof = next((restored.proof for restored in restores if restored.proof is not None), None)
     pairs = next((restored.side_by_side for restored in restores if restored.side_by_side), ())
+    length = next((restored.schedule_steps for restored in restores if restored.schedule_steps is not None), None)
     return {
         "tiers": {tier: tiers[tier] for tier in sorted(tiers) if tiers[tier]},
         "bytes": tiers.total(),
@@ -37,6 +39,7 @@ def restored_fields(restores: Iterable[Restored]) -> dict[str, Any]:
         "reseeded_ranks": sum(restored.reseeded for restored in restores),
         "proof": None if proof is None else _proof_fields(proof),
         "side_by_side": [[pair.name, pair.saved, pair.restored] for pair in pairs],
+        **({} if length is None else {"schedule_steps": list(length)}),
     }
 
 
@@ -50,7 +53,11 @@ def restored_words(event: Event) -> str:
     read = [f"{size(count)} from {tier}" for tier, count in tiers.items()] if isinstance(tiers, dict) else []
     bound = event.get("bound")
     how = f"rounded within {bound:g} of the next update" if isinstance(bound, int | float) else "bit for bit"
-    return f"{' and '.join(read) or 'nothing read'}, {how}{_proof_words(event.get('proof'))}"
+    words = f"{' and '.join(read) or 'nothing read'}, {how}{_proof_words(event.get('proof'))}"
+    length = event.get("schedule_steps")
+    if isinstance(length, list) and len(length) == 2:
+        words += f"; the learning rate follows a schedule of {length[1]} steps from here, before it was {length[0]}"
+    return words
 
 
 def _proof_words(proof: object) -> str:

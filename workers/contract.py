@@ -235,7 +235,8 @@ class ProofReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """What one rank read of the Checkpoint that its Attempt began with, and how long that took, its probe included.
-    ``bound`` None: every tensor is exact. ``side_by_side``: rank 0's."""
+    ``bound`` None: every tensor is exact. ``side_by_side``: rank 0's. ``schedule_steps``: how long the built-in LR
+    schedule was and is, where the two differ."""
 
     attempt: Attempt
     step: int
@@ -245,6 +246,7 @@ class Restored:
     load_s: float = 0.0
     proof: ProofReport | None = None
     side_by_side: tuple[FieldPair, ...] = ()
+    schedule_steps: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from workers.errors import LoopMisused
 from workers.invariance import begin_process, require_invariant_optimizer, require_same_kernels
 from workers.loss_scaling import build_scaler
 from workers.models import ModelTemplate, instantiate, materialize
-from workers.optim import build_optimizer, build_scheduler
+from workers.optim import build_optimizer, build_scheduler, warn_of_new_length
 from workers.parallelize import parallelize
 from workers.probe import ProbeRows
 from workers.resume import RestoreReport, restore
@@ -132,10 +132,16 @@ def load_state(
             bound=report.bound,
             reseeded=report.reseeded,
             load_s=time.monotonic() - began,
+            schedule_steps=None if makers.scheduler is not None else _new_length(settings, spec, report),
         ),
         report,
     )
     return state
+
+
+def _new_length(settings: WorkerSettings, spec: AttemptSpec, report: RestoreReport) -> tuple[int, int] | None:
+    saved, now = report.saved_run_steps, settings.total_steps
+    return warn_of_new_length(saved, settings.optim, now, step=report.step, rank=spec.rank)
 
 
 def _local_directory(settings: WorkerSettings, spec: AttemptSpec) -> Path | None:

@@ -5,6 +5,7 @@ Restoring optimizer state is `resume`'s work; no dummy step is ever taken here t
 
 from __future__ import annotations
 
+import logging
 import math
 
 from torch import nn
@@ -14,7 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from workers.config import OptimConfig
 from workers.names import named_parameters
 
-__all__ = ["build_optimizer", "build_scheduler", "lr_factor_at"]
+__all__ = ["build_optimizer", "build_scheduler", "lr_factor_at", "warn_of_new_length"]
+
+_log = logging.getLogger(__name__)
 
 
 def lr_factor_at(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -47,3 +50,25 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
     """Call its ``step()`` after each ``optimizer.step()``. Its ``last_epoch`` counts finished optimizer steps."""
     return LambdaLR(optimizer, lambda finished: lr_factor_at(finished + 1, config, total_steps))
+
+
+def warn_of_new_length(
+    saved_steps: int | None, config: OptimConfig, total_steps: int, *, step: int, rank: int
+) -> tuple[int, int] | None:
+    """Say once, at a resume from ``step``, that the schedule is not as long as it was; both lengths, None if it is."""
+    if saved_steps is None or saved_steps == total_steps or config.min_lr_ratio == 1.0:
+        return None
+    if rank == 0:
+        before, now = (config.lr * lr_factor_at(step + 1, config, steps) for steps in (saved_steps, total_steps))
+        _log.warning(
+            "run.steps was %d when step %d was saved and is %d now: the learning rate follows a schedule of that "
+            "length at once, and is %.3g at step %d (%.3g by the old one); with run.steps as it was the schedule stays, and "
+            "`raysume stop` ends a run earlier",
+            saved_steps,
+            step,
+            total_steps,
+            now,
+            step + 1,
+            before,
+        )
+    return saved_steps, total_steps

@@ -45,7 +45,7 @@ class RestoreReport:
     """What one rank took from the Checkpoint, and from where. ``reseeded``: it had no RNG state of its own there.
 
     ``bound``: the largest that a rounded tensor among them promises; None when all are exact. ``shared_state``: the
-    plain state as it stands in the Manifest.
+    plain state as it stands in the Manifest. ``saved_run_steps``: run.steps of the driver that saved it, where known.
     """
 
     step: int
@@ -54,6 +54,7 @@ class RestoreReport:
     lines: tuple[str, ...]
     bound: float | None = None
     shared_state: Mapping[str, JsonValue] = field(default_factory=dict)
+    saved_run_steps: int | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -115,7 +116,16 @@ def restore(
         lines=tuple(lines),
         bound=bound,
         shared_state=manifest.shared_state,
+        saved_run_steps=_run_steps(manifest),
     )
+
+
+def _run_steps(manifest: Manifest) -> int | None:
+    """None for a Checkpoint that no driver saved."""
+    value: object = manifest.metadata
+    for key in ("config", "run", "steps"):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, int) else None
 
 
 def _open_source(

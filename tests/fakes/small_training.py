@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from pydantic import JsonValue
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -146,10 +147,16 @@ def save(
         return result
 
 
-def commit(store: ObjectStore, receipts: Sequence[Receipt], *, attempt: Attempt = ATTEMPT) -> None:
+def commit(
+    store: ObjectStore,
+    receipts: Sequence[Receipt],
+    *,
+    attempt: Attempt = ATTEMPT,
+    metadata: Mapping[str, JsonValue] | None = None,
+) -> None:
     """Make the Checkpoint real."""
     log = CommitLog(store, RUN_ID)
-    manifest = merge_receipts(receipts, time_utc="2026-01-01T00:00:00Z", metadata={}, ledger=None)
+    manifest = merge_receipts(receipts, time_utc="2026-01-01T00:00:00Z", metadata=metadata or {}, ledger=None)
     stored = log.write_manifest(manifest)
     log.append(
         Commit(
@@ -174,9 +181,11 @@ def newest_plan(store: ObjectStore, *, allow_partial: bool = False) -> RestorePl
     return plan
 
 
-def save_alone(state: TrainingState, store: ObjectStore) -> RestorePlan:
+def save_alone(
+    state: TrainingState, store: ObjectStore, *, metadata: Mapping[str, JsonValue] | None = None
+) -> RestorePlan:
     """Save and commit a world of one; the plan that restores it."""
     sink = RecordingSink()
     save(state, store, sink)
-    commit(store, sink.receipts)
+    commit(store, sink.receipts, metadata=metadata)
     return newest_plan(store)

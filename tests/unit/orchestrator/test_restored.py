@@ -53,3 +53,11 @@ def test_a_step_that_was_not_probed_says_why() -> None:
     fields = restored_fields([without])
     assert fields["proof"] == {"skipped": "the step comes from memory"}
     assert restored_words(fields).endswith("not probed (the step comes from memory)")
+
+
+def test_a_schedule_of_another_length_is_told_with_both_lengths_and_only_then() -> None:
+    moved = replace(restored({"object-storage": 5}), schedule_steps=(1500, 175))
+    fields = restored_fields([moved, restored({"object-storage": 5})])
+    assert fields["schedule_steps"] == [1500, 175]
+    assert restored_words(fields).endswith("a schedule of 175 steps from here, before it was 1500")
+    assert "schedule_steps" not in restored_fields([restored({"object-storage": 5})])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from workers.config import OptimConfig
-from workers.optim import build_optimizer, build_scheduler, lr_factor_at
+from workers.optim import build_optimizer, build_scheduler, lr_factor_at, warn_of_new_length
 
 CONFIG = OptimConfig(lr=1e-3, warmup_steps=5, min_lr_ratio=0.1)
 
@@ -58,3 +59,24 @@ def test_the_first_update_has_the_size_of_the_rate() -> None:
     optimizer.step()
     assert before - model.weight.item() == pytest.approx(0.1, rel=1e-6)
     assert optimizer.state[model.weight]["step"].item() == 1.0
+
+
+def test_a_schedule_of_another_length_is_warned_of_with_lengths_and_rates(caplog: pytest.LogCaptureFixture) -> None:
+    config = OptimConfig(lr=1e-3, warmup_steps=10, min_lr_ratio=0.1)
+    with caplog.at_level(logging.WARNING):
+        assert warn_of_new_length(1500, config, 175, step=147, rank=1) == (1500, 175)
+        assert caplog.messages == []
+        assert warn_of_new_length(1500, config, 175, step=147, rank=0) == (1500, 175)
+    (said,) = caplog.messages
+    now, before = (1e-3 * lr_factor_at(148, config, steps) for steps in (175, 1500))
+    for words in ("was 1500", "is 175 now", "step 148", f"{now:.3g}", f"({before:.3g} by the old one)"):
+        assert words in said
+
+
+@pytest.mark.parametrize(("saved", "ratio"), [(100, 0.1), (None, 0.1), (80, 1.0)])
+def test_no_word_of_a_schedule_that_is_as_long_or_not_known_or_that_stays_at_its_peak(
+    caplog: pytest.LogCaptureFixture, saved: int | None, ratio: float
+) -> None:
+    config = OptimConfig(lr=1e-3, warmup_steps=5, min_lr_ratio=ratio)
+    assert warn_of_new_length(saved, config, 100, step=7, rank=0) is None
+    assert caplog.messages == []

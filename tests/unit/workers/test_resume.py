@@ -56,6 +56,17 @@ def test_a_resumed_state_is_equal_to_the_bit_and_trains_on_like_the_unbroken_one
     assert [train_step(state) for _ in range(4)] == [train_step(resumed) for _ in range(4)]
 
 
+@pytest.mark.parametrize(("metadata", "steps"), [({"config": {"run": {"steps": 1500}}}, 1500), ({}, None)])
+def test_a_resume_knows_how_long_the_run_was_to_be_when_it_was_saved(
+    mesh: DeviceMesh, metadata: dict[str, Any], steps: int | None
+) -> None:
+    store, state = MemoryStore(), build_state(mesh)
+    train_step(state)
+    plan = save_alone(state, store, metadata=metadata)
+    resumed = build_state(mesh, seed=5)
+    assert restore(resumed, plan, store, rank=0, world_size=1).saved_run_steps == steps
+
+
 def test_a_save_before_the_first_step_changes_no_update(mesh: DeviceMesh) -> None:
     """B25: no dummy step; counters start at 1 after the first real one."""
     store = MemoryStore()
