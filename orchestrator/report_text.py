@@ -178,6 +178,9 @@ def _saves(summary: RunSummary) -> str:
         return ""
     who = ", ".join(f"{number} {policy}" for policy, number in saves["by_policy"].items())
     lines = [f"  ordered      {saves['ordered']}{': ' if who else ''}{who}"]
+    committed = saves.get("committed")
+    if committed is not None:
+        lines.append(f"  committed    {committed}")
     spacing = _spacing(saves["spacing"])
     if spacing:
         lines.append(f"  apart        {spacing}")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final, TypedDict
+from typing import Final, NotRequired, TypedDict
 
 from orchestrator.event_fields import Event, float_of, int_of, number_of, text_of
 
@@ -36,9 +36,11 @@ class Spacing(TypedDict):
 
 class SavesSummary(TypedDict):
     """``stall_share``: of the time of all steps, null before the first. ``held_back``: weighings at which a save was
-    due and not ordered. ``threshold``: the newest, null where it never moved."""
+    due and not ordered. ``threshold``: the newest, null where it never moved. ``committed``: not in a summary of an
+    older version."""
 
     ordered: int
+    committed: NotRequired[int]
     by_policy: dict[str, int]
     spacing: Spacing
     stall_s: float
@@ -112,6 +114,7 @@ class SaveFold:
                 self._counts["skipped"] += 1
                 self._left_out.add((int_of(event, "attempt"), int_of(event, "step")))
             case "committed":
+                self._counts["committed"] += 1
                 self._counts["stored_bytes"] += stored_bytes_of(event)
                 self._stall_s += float_of(event, "stall_s")
             case "save_weighed" if text_of(event, "held_back"):
@@ -125,6 +128,7 @@ class SaveFold:
         by_policy = Counter(save.policy for save in saves)
         return SavesSummary(
             ordered=len(saves),
+            committed=self._counts["committed"],
             by_policy=dict(sorted(by_policy.items(), key=lambda item: (-item[1], item[0]))),
             spacing=self._spacing(saves),
             stall_s=self._stall_s,

@@ -75,6 +75,7 @@ def saves_of(events: list[Event]) -> SavesSummary:
 def test_saves_are_counted_by_policy_and_measured_from_one_to_the_next() -> None:
     assert saves_of(run_log()) == SavesSummary(
         ordered=7,
+        committed=2,
         by_policy={"hazard": 3, "cadence": 1, "instability": 1, "leave": 1, "order": 1},
         # 10, 24 and 30 of Attempt 1, 50 and 52 of Attempt 2: the skipped, the leaving and the last one do not count
         spacing={"mean_steps": 22 / 3, "densest_steps": 2, "sparsest_steps": 14, "mean_s": 44 / 3, "densest_s": 4.0,
@@ -89,10 +90,11 @@ def test_saves_are_counted_by_policy_and_measured_from_one_to_the_next() -> None
     )  # fmt: skip
 
 
-def test_the_report_says_it_in_five_lines() -> None:
+def test_the_report_says_it_in_six_lines() -> None:
     text = report_text(summarize(run_log()), url="/out")
     assert text.partition("Saves\n")[2].partition("\n\n")[0].splitlines() == [
         "  ordered      7: 3 hazard, 1 cadence, 1 instability, 1 leave, 1 order",
+        "  committed    2",
         "  apart        7.333 steps, 14.7 s in the mean; 2 to 14 steps, 4.00 s to 28.0 s",
         "  cost         1.00 s of training, 0.86% of it; 4.0 kB stored",
         "  left out     held back at 1 weighing, 1 skipped: two earlier ones were under way",
@@ -106,6 +108,9 @@ def test_a_run_that_saved_nothing_has_no_part_about_saves() -> None:
 
 def test_the_summary_of_an_older_version_still_gives_a_report() -> None:
     summary = summarize(run_log())
+    del summary["saves"]["committed"]
+    assert "Saves\n  ordered      7: 3 hazard" in report_text(summary, url="/out")
+    assert "  committed    2\n" not in report_text(summary, url="/out")
     del summary["saves"]  # type: ignore[misc] # as it is read from summary.json
     assert "Saves" not in report_text(summary, url="/out")
 
