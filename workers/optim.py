@@ -62,8 +62,8 @@ def warn_of_new_length(
         before, now = (config.lr * lr_factor_at(step + 1, config, steps) for steps in (saved_steps, total_steps))
         _log.warning(
             "run.steps was %d when step %d was saved and is %d now: the learning rate follows a schedule of that "
-            "length at once, and is %.3g at step %d (%.3g by the old one); with run.steps as it was the schedule stays, and "
-            "`raysume stop` ends a run earlier",
+            "length at once, and is %.3g at step %d (%.3g by the old one); with run.steps as it was the schedule "
+            "stays, and `raysume stop` ends a run earlier",
             saved_steps,
             step,
             total_steps,
