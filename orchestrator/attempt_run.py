@@ -26,6 +26,7 @@ from orchestrator.recorder import Recorder
 from orchestrator.regroup_phases import phase_fields
 from orchestrator.replica_doubt import Doubt
 from orchestrator.restored import restored_fields
+from orchestrator.silent_workers import SilentWorkers
 from orchestrator.states import State
 from orchestrator.vital_signs import GONE, VitalSigns
 from orchestrator.worker_group import WorkerGroup
@@ -127,7 +128,7 @@ class AttemptRun:
         self._hangs: tuple[Hang, ...] = ()
         self._is_formed = self._has_stepped = self._has_told_phases = False
         self._awaits_restore = False
-        self._phases = LongPhases(lambda event, fields: recorder.emit(event, attempt=world.attempt, **fields))
+        self._phases, self._silent = LongPhases(self._say), SilentWorkers(self._say, config.failure.silent_s)
 
     def run(self, specs: Mapping[str, AttemptSpec]) -> AttemptEnd:
         self._awaits_restore = any(spec.restore is not None for spec in specs.values())
@@ -155,6 +156,9 @@ class AttemptRun:
                 return end
             self._beat()
             self._leaving.consider(self._signs.beats(), is_formed=self._is_formed)
+
+    def _say(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._recorder.emit(event, attempt=self._world.attempt, **fields)
 
     # -- what the members say ---------------------------------------------------------------------------------------
 
@@ -225,6 +229,7 @@ class AttemptRun:
         if not self._has_told_phases:
             self._note_phases()
         late = self._leaving.late(self._signs.beats(), self._outcomes, has_stepped=self._has_stepped)
+        self._silent.look_at(self._signs.silences(self._outcomes))
         self._hangs = (*self._signs.hangs(self._outcomes), *late)
 
     def _interval_s(self) -> float:

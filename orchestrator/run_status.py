@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
-from orchestrator.event_fields import Event, float_of, int_of, number_of
+from orchestrator.event_fields import Event, float_of, int_of, number_of, texts_of
 from orchestrator.save_summary import policy_of
 from orchestrator.verified_fold import VerifiedFold
 
 __all__ = ["RunStatus"]
 
 _SAID_EVERY_S = 60.0
+_NAMED = 2
 _STEPS = 20  # of the newest, whose median is the usual time
 _SILENT_S, _SILENT_STEPS = 5.0, 5  # without a step: clearly longer than usual
 
@@ -36,6 +37,7 @@ class RunStatus:
     is_store_away: bool = False
     _is_known: bool = False  # which Checkpoint there is, if any
     _is_resuming: bool = False
+    _silent: str = ""  # who does not answer
     _stepped_at_s: float | None = None  # None: no step is to be expected
     _usual_s: float | None = None
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
@@ -86,12 +88,16 @@ class RunStatus:
                 self.is_store_away = False
             case "save_skipped":
                 self._add_skip()
+            case "worker_silent":
+                others = int_of(event, "num_workers") - _NAMED
+                more = f" and {others} more" if others > 0 else ""
+                self._silent = f"no answer from {', '.join(texts_of(event, 'workers')[:_NAMED])}{more}"
             case "fault":
-                self.phase = "regrouping"
+                self.phase, self._silent = "regrouping", ""
             case "waiting":
                 self.phase = "waiting for nodes"
             case "attempt_ended":
-                self._stepped_at_s = None
+                self._stepped_at_s, self._silent = None, ""
                 self.phase = "saving" if event.get("reason") == "finished" else self.phase
             case "run_finished":
                 self.phase = str(event.get("status", "finished"))
@@ -129,6 +135,7 @@ class RunStatus:
         self.step = self._base_step = _number(event, "reached_step", self.step)
         self._is_resuming = self.step > 0 or self.committed_step is not None
         self.phase, self.world_size, self.loss, self.tokens_per_s = "starting", 0, None, None
+        self._silent = ""
         self.safe_step = self._stepped_at_s = None
 
     def _add_attempt(self, event: Event) -> None:
@@ -138,7 +145,7 @@ class RunStatus:
         self._base_step, self._durable_s, self._finished_s = self.step, None, None
         self._know_committed(event)
         self.safe_step = self._stepped_at_s = None
-        self._is_resuming = False
+        self._is_resuming, self._silent = False, ""
         self._bound.clear()
         self._steps_s.clear()
 
@@ -159,7 +166,7 @@ class RunStatus:
         self._bound = {bound: at_s for bound, at_s in self._bound.items() if bound > step}
 
     def _add_step(self, event: Event) -> None:
-        self.phase = "training"
+        self.phase, self._silent = "training", ""
         self._finished_s = number_of(event, "finished_s")
         if self._durable_s is None:
             self._durable_s = self._finished_s
@@ -188,12 +195,15 @@ class RunStatus:
             self._usual_s = step_s
 
     def silence(self) -> str | None:
-        """Where no step has come for clearly longer than usual: for how long. Says so at any time, without an event."""
+        """Where no step has come for clearly longer than usual: for how long, and who does not answer. Says so at any
+        time, without an event."""
         began_s, usual_s = self._stepped_at_s, self._usual_s
-        if self.phase != "training" or began_s is None or usual_s is None:
-            return None
-        silent_s = self.monotonic() - began_s
-        return f"no step for {silent_s:.0f} s" if silent_s > max(_SILENT_S, _SILENT_STEPS * usual_s) else None
+        parts = [self._silent] if self._silent else []
+        if self.phase == "training" and began_s is not None and usual_s is not None:
+            silent_s = self.monotonic() - began_s
+            if silent_s > max(_SILENT_S, _SILENT_STEPS * usual_s):
+                parts.insert(0, f"no step for {silent_s:.0f} s")
+        return ", ".join(parts) or None
 
     def last_words(self) -> str:
         """Of a driver that could not say them itself, and whose cluster ends with it: from where the Run goes on."""

@@ -132,14 +132,19 @@ class VitalSigns:
         except GONE as error:
             self.lose(worker_id, error)
 
-    def hangs(self, ended: Collection[str]) -> tuple[Hang, ...]:
-        """The members that are to be killed."""
+    def silences(self, ended: Collection[str]) -> dict[str, float]:
+        """For how long each member has owed an answer, in seconds."""
         now = time.monotonic()
-        pulses = {
-            worker_id: Pulse(beat=v.beat, silent_s=now - v.answered_at if v.ref is not None else 0.0)
+        return {
+            worker_id: now - v.answered_at if v.ref is not None else 0.0
             for worker_id, v in self._vitals.items()
             if worker_id not in ended
         }
+
+    def hangs(self, ended: Collection[str]) -> tuple[Hang, ...]:
+        """The members that are to be killed."""
+        silences = self.silences(ended)
+        pulses = {w: Pulse(beat=self._vitals[w].beat, silent_s=silent_s) for w, silent_s in silences.items()}
         found = judge(pulses, self._config)
         for hang in found:
             _log.warning("worker %s hangs: %s", hang.worker_id, hang.detail)

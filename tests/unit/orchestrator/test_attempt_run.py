@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from orchestrator.recorder import Recorder
 from orchestrator.sizing import Sizing
 from orchestrator.slow_node_watch import SlowNodeWatch
 from orchestrator.states import State
+from orchestrator.vital_signs import VitalSigns
 from storage.keys import Attempt
 from tests.fakes.worker_groups import PaperCluster
 from workers.config import DataConfig, ModelConfig
@@ -118,6 +120,19 @@ def test_a_member_that_is_lost_while_the_world_is_prepared_breaks_it_and_not_the
     assert isinstance(end, Broken)
     assert (end.fault.kind, end.facts.lost_nodes) == (FaultKind.NODE_LOST, ("a",))
     assert scene.events == ["fault", "attempt_ended"]
+
+
+@pytest.mark.parametrize(("owed_s", "events"), [(1.0, []), (6.0, ["worker_silent"])])
+def test_a_member_that_owes_an_answer_is_named_before_it_counts_as_hung(
+    monkeypatch: pytest.MonkeyPatch, owed_s: float, events: list[str]
+) -> None:
+    scene = Scene(monkeypatch)
+    monkeypatch.setattr(VitalSigns, "ask", lambda *_: None)
+    vitals = scene._run._signs._vitals[scene.worker_id]
+    vitals.ref, vitals.answered_at = object(), time.monotonic() - owed_s
+    scene._run._beat()
+    scene.group.lifelines.close()
+    assert (scene.events, scene._run._hangs) == (events, ())
 
 
 def test_a_node_that_is_gone_although_its_notice_was_seen_was_reclaimed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from orchestrator.event_fields import Event
+from orchestrator.event_lines import event_line
 from orchestrator.progress import _status_column
 from orchestrator.run_status import RunStatus
 
@@ -104,6 +105,12 @@ def test_no_step_for_clearly_longer_than_usual_is_said_until_one_comes(
     assert status.silence() is None
     now[0] = 100.0 + said_s
     assert status.silence() == f"no step for {said_s:.0f} s"
+    silent: Event = {"event": "worker_silent", "workers": ["w1", "w2", "w3"], "num_workers": 3, "silent_s": 5.1}
+    status.add({**silent, "workers": ["w1"], "num_workers": 1})
+    assert status.silence() == f"no step for {said_s:.0f} s, no answer from w1"
+    status.add(silent)
+    assert (status.silence() or "").endswith("no answer from w1, w2 and 1 more")
+    assert event_line(silent) is None, "a fault will say it where it becomes one"
     status.add({"event": "step", "step": 5, "step_s": said_s})
     assert status.silence() is None
 
@@ -121,7 +128,9 @@ def test_no_step_for_clearly_longer_than_usual_is_said_until_one_comes(
 def test_a_world_that_is_at_something_else_owes_no_step(event: Event) -> None:
     now = [100.0]
     status = RunStatus(monotonic=lambda: now[0])
-    for earlier in (*training(4), event):
+    silent: Event = {"event": "worker_silent", "workers": ["w1"], "num_workers": 1, "silent_s": 5.1}
+    is_over = event["event"] not in ("checkpointing", "run_finished")
+    for earlier in (*training(4), *([silent] if is_over else []), event):
         status.add(earlier)
     now[0] = 200.0
     assert status.silence() is None
