@@ -156,6 +156,10 @@ def run(
         if summary is not None:
             show_finished(summary, loaded, sys.stdout, json_output=json_output, asked=words)
             return ExitCode.SUCCESS
+        if not under_supervisor:
+            from orchestrator.early_refusals import refuse_early
+
+            refuse_early(loaded)
         if local_nodes is not None:
             return _run_locally(config, loaded, changes, local_nodes, chaos, json_output, user_loop, words)
         from orchestrator.launch import run_driver

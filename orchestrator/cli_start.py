@@ -38,7 +38,7 @@ def load(path: Path, overrides: list[str], *, has_loop: bool = False) -> RunConf
 def exit_code_of(drive: Callable[[], int]) -> int:
     """Run ``drive``; every way out has its exit code (orchestrator.exit_codes)."""
     from orchestrator.errors import ChaosSpecError, ConfigError, StartOutage
-    from storage.errors import StoreRefused, StoreUnavailable
+    from storage.errors import LeaseHeld, StoreRefused, StoreUnavailable
 
     try:
         return int(drive())
@@ -48,6 +48,9 @@ def exit_code_of(drive: Callable[[], int]) -> int:
     except (ConfigError, ChaosSpecError) as error:
         typer.echo(f"error: {error}", err=True)
         return ExitCode.CONFIG_ERROR
+    except LeaseHeld as error:
+        typer.echo(f"error: {error}", err=True)
+        return ExitCode.REFUSED
     except (KeyboardInterrupt, SystemExit):  # Ray's handler turns a SIGTERM into the latter while it connects
         typer.echo("stopped", err=True)
         return ExitCode.STOPPED

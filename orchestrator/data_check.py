@@ -16,7 +16,7 @@ from workers.dataset_card import CARD_KEY, DatasetCard, load_card
 from workers.dataset_mix import disagreements
 from workers.prepare import prepare_dataset
 
-__all__ = ["ensure_dataset"]
+__all__ = ["check_datasets", "ensure_dataset"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,29 +30,64 @@ def ensure_dataset(config: RunConfig, note: Callable[[str], None]) -> tuple[Data
     cards: list[DatasetCard] = []
     for source in sources:
         cards.append(_ensure(config, source, sources[0].url if cards else None, note))
+    _require_fitting(config, cards)
+    return tuple(cards)
+
+
+def check_datasets(config: RunConfig) -> None:
+    """Raises the ConfigError of `ensure_dataset` where what is there shows it; prepares nothing."""
+    there: list[DatasetCard] = []
+    for source in config.data.mix:
+        card = _existing(config, source)
+        if card is None:
+            _preparation(config, source)
+        else:
+            there.append(card)
+    if len(there) == len(config.data.mix):
+        _require_fitting(config, there)
+
+
+def _require_fitting(config: RunConfig, cards: list[DatasetCard]) -> None:
+    sources = config.data.mix
     problems = (*disagreements([source.label for source in sources], cards), *_problems(config, cards))
     if problems:
         raise ConfigError(", ".join(source.url for source in sources), problems)
-    return tuple(cards)
 
 
 def _ensure(
     config: RunConfig, source: SourceConfig, tokenizer_of: str | None, note: Callable[[str], None]
 ) -> DatasetCard:
-    key = "data.sources" if config.data.sources else "data"
+    card = _existing(config, source)
+    if card is not None:
+        return card
+    prepare = _preparation(config, source)
+    try:
+        return _prepare(config, source, prepare, tokenizer_of, note)
+    except (DataError, StorageError) as error:
+        text = f"{_key(config)}.prepare.source {prepare.source}: {error}"
+        raise ConfigError(source.url, (text,)) from error
+
+
+def _existing(config: RunConfig, source: SourceConfig) -> DatasetCard | None:
+    """The card of a dataset that is there; None where there is none."""
     try:
         store = open_store(source.url, config.checkpoint.store)
-        if _has_card(store):
-            return load_card(store)
+        return load_card(store) if _has_card(store) else None
     except (DataError, StorageError) as error:
-        raise ConfigError(source.url, (f"{key}.url cannot be used: {error}",)) from error
+        raise ConfigError(source.url, (f"{_key(config)}.url cannot be used: {error}",)) from error
+
+
+def _preparation(config: RunConfig, source: SourceConfig) -> PrepareConfig:
+    """How a dataset that is not there is made."""
+    key = _key(config)
     if source.prepare is None:
         text = f"{key}.url {source.url} holds no dataset: run `raysume data prepare`, or set {key}.prepare.source"
         raise ConfigError(source.url, (text,))
-    try:
-        return _prepare(config, source, source.prepare, tokenizer_of, note)
-    except (DataError, StorageError) as error:
-        raise ConfigError(source.url, (f"{key}.prepare.source {source.prepare.source}: {error}",)) from error
+    return source.prepare
+
+
+def _key(config: RunConfig) -> str:
+    return "data.sources" if config.data.sources else "data"
 
 
 def _has_card(store: ObjectStore) -> bool:

@@ -18,9 +18,10 @@ from typing import Protocol, Self
 
 from storage.errors import LeaseHeld, StorageError
 
-__all__ = ["DriverLease", "HeldLease"]
+__all__ = ["LEASE_TTL_S", "DriverLease", "HeldLease"]
 
 _log = logging.getLogger(__name__)
+LEASE_TTL_S = 10.0
 _CLOSE_S = 10.0
 
 

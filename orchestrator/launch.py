@@ -24,7 +24,7 @@ from orchestrator.controller import Controller, RunEnd
 from orchestrator.coordinator_actor import utc_now
 from orchestrator.coordinator_client import CoordinatorClient
 from orchestrator.data_check import ensure_dataset
-from orchestrator.driver_lease import DriverLease
+from orchestrator.driver_lease import LEASE_TTL_S, DriverLease
 from orchestrator.driver_record import DriverRecord
 from orchestrator.errors import ConfigError, cannot_start
 from orchestrator.exit_codes import ExitCode
@@ -59,7 +59,6 @@ __all__ = ["TrainLoop", "run_driver"]
 
 _log = logging.getLogger(__name__)
 TrainLoop = Callable[[Any], None]
-LEASE_TTL_S = 10.0
 
 
 def run_driver(

@@ -146,17 +146,17 @@ def test_the_built_in_recipe_needs_a_model(launch: FakeLaunch) -> None:
 
 def test_overrides_and_options_reach_the_driver_exactly(launch: FakeLaunch) -> None:
     value = """model.config.a={"b": "x y; echo $HOME `id`"}"""
-    arguments = ["--resume", "40", "--seed", "7", "--json", "--ray-address", "127.0.0.1:1", "--events-file", "/tmp/e"]
+    arguments = ["--resume", "none", "--seed", "7", "--json", "--ray-address", "127.0.0.1:1", "--events-file", "/tmp/e"]
     ended = runner.invoke(app, ["run", *arguments, "--", LOCAL, value])
     assert ended.exit_code == 0, ended.output
     ((config, options),) = launch.asked
     assert config.model.config["a"] == {"b": "x y; echo $HOME `id`"}
-    assert (config.run.resume, config.seed) == ("40", 7)
+    assert (config.run.resume, config.seed) == ("none", 7)
     assert options == DriverOptions(
         ray_address="127.0.0.1:1",
         events_path=Path("/tmp/e"),
         json_output=True,
-        asked=(LOCAL, value, "run.resume=40", "seed=7"),
+        asked=(LOCAL, value, "run.resume=none", "seed=7"),
     )
 
 
