@@ -78,7 +78,8 @@ def test_the_run_goes_on_with_three_workers_and_then_with_four_again(elastic: Ru
 def test_a_loss_costs_at_most_the_steps_since_the_last_save_and_a_join_none(elastic: RunResult) -> None:
     _, lost, joined = elastic.summary["attempts"]
     assert lost["restored_from"] == "peer-memory"
-    assert 24 - EVERY_STEPS <= lost["restored_step"] <= 24 + 1
+    trained = max(event["step"] for event in elastic.named("step") if event["attempt"] == lost["attempt"] - 1)
+    assert 24 - EVERY_STEPS <= lost["restored_step"] <= trained + 1  # the step under way may be whole in memory
     assert 0 <= lost["lost_steps"] <= EVERY_STEPS
     assert joined["lost_steps"] == 0
     left = elastic.named("left")[-1]["step"]
